@@ -105,7 +105,8 @@ class WriterLock:
                 self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
                 held.callback(os.close, self._descriptor)
                 self._acquire(wait_s)
-                held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
+                # Closing does not unlock while a forked child has the descriptor.
+                held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)
                 self.require_same()  # the directory may have been removed while this call waited
                 before = os.fstat(self._descriptor)
                 os.ftruncate(self._descriptor, 0)  # only now: earlier, other waiting processes would raise

@@ -115,7 +115,7 @@ class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
         return latent.view(self.layer_num, self.num_pages, self.page_size, self.kv_cache_dim)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Rows of a layer by page, after waiting for it."""
+        """Latent rows of a layer, `[pages, page_size, rank + rope]`, after waiting for the layer."""
         return self._as_read(self.kv_buffer[self._wait_for(layer_id)])
 
     def _store_rows(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:

@@ -551,7 +551,8 @@ class Copies(Movement):
         end, to_load = admission.length // self._context.tree.page_size, dict[Component, PromptRows]()
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
-            first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
+            # An optional component requires no page, but may load some.
+            first = min(component.first_required(end), pages[0] if pages else end)
             if is_used and component.name != FULL:  # of full pages the table has one count for both tiers
                 component.pages.count_hit(located.rows_of(component, range(first, end)).rows)
             if pages:

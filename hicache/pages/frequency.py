@@ -35,7 +35,7 @@ _UNKNOWN_HALF_LIFE = float(1 << 40)  # until uses were seen, their number counts
 # Uses that are closer than this share of the half-life are one: a request is matched several times while it waits.
 _ONE_USE = 1 / 64
 _BUCKETS_PER_OCTAVE, _NUM_BUCKETS = 2, 128
-_ADAPT_AFTER = 512  # uses whose age was seen
+_ADAPT_AFTER = 512  # repeated uses, after which the half-life is adapted
 _FADE_AFTER = 1 << 17  # then older ones count half
 _TOLERANCE = 0.5  # octaves of error of the half-life; a change of the half-life ranks all pages again
 _REMEMBERED = 8.0  # half-lives or capacities, whichever is more

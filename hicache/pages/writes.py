@@ -122,7 +122,7 @@ class PageUses:
     """
 
     def __init__(self, size: int = _REMEMBERED) -> None:
-        self._table = np.zeros(size, np.uint64)  # the name of a page, shifted by its three flags
+        self._table = np.zeros(size, np.uint64)  # each entry: name of a page << 3 | its three flags
         self.num_written = self.num_read = 0
 
     def use(self, names: Names) -> None:
@@ -242,7 +242,8 @@ class WriteScheduler:
         return sum([len(rows) for _, rows in self._waiting])
 
     def arrived(self, source: WriteSource, rows: Rows) -> None:
-        """Queue the rows that the store lacks. In mode COLD the order of eviction has them."""
+        """Queue the rows that the store lacks. In mode COLD nothing is queued: pages are taken in the order of
+        eviction."""
         lacking = rows[source.pages.lacking(rows, self._bit)]
         if len(lacking):
             self.is_done = False

@@ -109,7 +109,7 @@ class SlotRuns:
 
     @cached_property
     def copies(self) -> list[tuple[int, int, int]]:
-        """First page, pages and first slot of each run."""
+        """First page, number of pages and first slot of each run."""
         return list(zip(self.pages.first_pages, self.pages.lengths, self.first_slot.tolist(), strict=True))
 
 

@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class PageCopy:
-    """Pages with the same mover, which moves them between staging and `slots`, int64 `[pages * page_tokens]`."""
+    """A copy of pages that share a mover, between `places` on the host and `slots`, int64 `[pages * page_tokens]`."""
 
     mover: PageMover | PagePacker
     places: tuple[Place, ...]

@@ -46,7 +46,7 @@ class CpuRows:
         return Rows(self._policy.num_obtainable(resident), num_all, may_grow)
 
     def keep(self, req_context: ReqContext, until: float, promotions: Promotions) -> None:
-        """Keep the request's tokens up to `until` that are in the CPU tier, while it waits."""
+        """Keep the chunks in the CPU tier that end at or before token `until`, while the request waits."""
         if isinstance(self._policy, EvictsGpuCopies):
             self._policy.keep(self._resident(req_context, until), promotions)
 

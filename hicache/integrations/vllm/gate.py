@@ -59,7 +59,7 @@ class PrefillTimer:
         self._prompts: dict[str, _Prompt] = {}
         self._begin_s = math.inf  # start of the earliest prompt with tokens that arrived in this step
         self._step_s = -math.inf  # start of the last step
-        self._counted_s = -math.inf  # end of the time that was counted
+        self._counted_s = -math.inf  # end of the time already added to `_seconds`
         self._tokens = self._positions = self._seconds = 0.0
 
     def begin(self, request: str, start: int, end: int) -> None:
