@@ -101,14 +101,14 @@ class Engine:
 
         eventually(is_settled)
 
-    def write(self, block: int, content: int, group: int = 0, *, is_wild: bool = False) -> None:
+    def write(self, block: int, content: int, group: int = 0, *, is_random: bool = False) -> None:
         """Fill a block with bytes that belong to `content` and nothing else."""
         for i in self.cache.groups[group]:
-            self.tensors[i][block] = block_bytes(content, i, self.cache.widths[i], is_wild).to(self.tensors[i].device)
+            self.tensors[i][block] = block_bytes(content, i, self.cache.widths[i], is_random).to(self.tensors[i].device)
 
-    def holds(self, block: int, content: int, group: int = 0, *, is_wild: bool = False) -> bool:
+    def holds(self, block: int, content: int, group: int = 0, *, is_random: bool = False) -> bool:
         return all(
-            torch.equal(self.tensors[i][block].cpu(), block_bytes(content, i, self.cache.widths[i], is_wild))
+            torch.equal(self.tensors[i][block].cpu(), block_bytes(content, i, self.cache.widths[i], is_random))
             for i in self.cache.groups[group]
         )
 
@@ -182,10 +182,10 @@ class Engine:
         return bool(result.success)
 
 
-def block_bytes(content: int, tensor: int, num_bytes: int, is_wild: bool = False) -> torch.Tensor:
-    """Numbers in bfloat16, which fit when packed; `is_wild`: random bits, which do not."""
+def block_bytes(content: int, tensor: int, num_bytes: int, is_random: bool = False) -> torch.Tensor:
+    """Numbers in bfloat16, which fit when packed; `is_random`: random bits, which do not."""
     generator = torch.Generator().manual_seed(content * 64 + tensor)
-    if is_wild:
+    if is_random:
         return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
     return (torch.rand(num_bytes // 2, generator=generator) + 0.01).bfloat16().view(torch.int8)
 
