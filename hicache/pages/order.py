@@ -438,8 +438,7 @@ class EvictionOrder(Columns):
         return is_before & self._may_leave(rows)
 
     def _merge_late(self) -> None:
-        """Put the rows into the batch that have come to a place before its end, each behind the pages that follow
-        it."""
+        """Add rows to the batch that moved to a position before its end, each behind the pages that follow it."""
         late = np.unique(np.concatenate(self._late))
         self._late.clear()
         before = self._before(late)

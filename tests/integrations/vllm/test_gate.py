@@ -96,11 +96,14 @@ def test_what_the_cpu_tier_loses_meanwhile_is_weighed_too(
 ) -> None:
     """A request lacks its last chunk, which does not pay, and waits for the GPU. Before it runs the CPU tier loses what
     it had of the prompt. That is weighed as for a new request: beside two others all of it is read."""
-    SlowReads(monkeypatch, clock, 0.25)
+    reads = SlowReads(monkeypatch, clock, 0.25)
     with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
-        server.store(PROMPT)
+        for chunks in (PROMPT, OTHER):
+            server.store(chunks)
         server.reset()
-        assert server.load(PROMPT[:19]) == [True] * 19  # which shows the speed of the disk
+        assert server.load(OTHER) == [True] * 8  # one read, which shows the speed of the disk
+        server.store(PROMPT[:19])
+        reads.page_s = 0.0  # the clock stands still while the chosen chunks are read, however the threads take turns
         with server.request() as context:
             assert server.lookup(PROMPT, context) == [True] * 19 + [False]
             server.reset()
