@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Served(NamedTuple):
-    """What a process of vllm_server has printed, and its log."""
+    """The output of one vllm_server process, and its log."""
 
     cached: list[list[int]]  # tokens, for each run a number a prompt
     outputs: list[list[int]]  # for each prompt the tokens, which are the same in all runs
