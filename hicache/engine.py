@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
@@ -41,14 +42,13 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
-from hicache.flow.movement import Movement, land, settle
+from hicache.flow.movement import Movement, settle
 from hicache.flow.prompt import Prompts
 from hicache.flow.reads import Prefetcher, look_up
 from hicache.flow.stop import flush, store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
 from hicache.flow.validation import (
     valid_count,
-    valid_leases,
     valid_mode,
     valid_namespace,
     valid_number,
@@ -80,14 +80,26 @@ R = TypeVar("R")
 def exclusive(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concatenate[CacheEngine, P], R]:
     """Wrap a verb of the engine so that a call during another call, from any thread, raises `ConcurrentCall`. Uses no
     lock."""
+    return _wrapped(verb, must_run=False)
 
+
+def running(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concatenate[CacheEngine, P], R]:
+    """The same, for a verb that raises `NotRunning` unless the engine runs in this process."""
+    return _wrapped(verb, must_run=True)
+
+
+def _wrapped(
+    verb: Callable[Concatenate[CacheEngine, P], R], *, must_run: bool
+) -> Callable[Concatenate[CacheEngine, P], R]:
     @functools.wraps(verb)
     def call(engine: CacheEngine, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        thread = threading.get_ident()
-        if engine._turn.thread is not None:
+        turn, thread = engine._turn, threading.get_ident()
+        if turn.thread is not None:
             engine._refuse_second()
         try:  # no call between the check above and the assignment, so the interpreter switches no thread there
-            engine._turn.thread = thread
+            turn.thread = thread
+            if must_run and (engine._why_not or engine._owner.pid != os.getpid()):
+                engine._require_running()
             return verb(engine, *args, **kwargs)
         except BaseException as error:
             is_refusal = isinstance(error, HiCacheError) and not isinstance(error, (DoubleFree, InvariantError))
@@ -96,7 +108,7 @@ def exclusive(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concat
                 engine._doubt(verb.__name__, error)
             raise
         finally:
-            engine._turn.thread = None
+            turn.thread = None
 
     return call
 
@@ -260,7 +272,7 @@ class CacheEngine:
 
     # Before admission
 
-    @exclusive
+    @running
     def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> LookupResult:
         """Count the prompt's cached tokens in each tier, leaving out the last token, which is always computed. No side
         effect.
@@ -268,7 +280,6 @@ class CacheEngine:
         Waits at most `disk_wait_s` seconds for the disk and the remote tier. If they did not answer by then,
         `LookupResult.disk_known` is False.
         """
-        self._require_running()
         packed, namespace = valid_tokens(tokens), valid_namespace(namespace)
         wait_s = valid_number("disk_wait_s", disk_wait_s)
         device, usable, located = self._admit.locate(packed[:-1], namespace)
@@ -277,7 +288,7 @@ class CacheEngine:
             on_disk, remote, known = look_up(located, wait_s)
         return LookupResult(device, usable - device, on_disk, known, remote)
 
-    @exclusive
+    @running
     def prefetch(
         self,
         request_id: str,
@@ -301,7 +312,6 @@ class CacheEngine:
         backwards, also while the prompt is computed from its beginning. The request waits for no page if computing it
         delays no other request. The commit of the complete prompt ends the reads.
         """
-        self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
         mode = self._context.config.prefetch_mode if mode is None else valid_mode(mode)
         if self._prefetcher is not None:
@@ -310,26 +320,26 @@ class CacheEngine:
         handle.end()
         return handle
 
-    @exclusive
+    @running
     def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> int:
         """Announce a queued request until its `acquire` or `cancel`. Computing other requests counts as delaying it,
         and its prefix in memory is evicted last. Returns the tokens of that prefix. A second call includes pages that
         arrived since the first."""
-        self._require_running()
         return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
-    @exclusive
+    @running
     def poll(self) -> bool:
         """Apply the results of finished copies, reads and writes. Call it once a step; it never blocks. True: an
         exchange of pages is in progress, and each further poll advances it."""
-        self._require_running()
-        self._commit.hints.expire()
-        land(self._movements)
+        if self._commit.has_hints:
+            self._commit.expire_hints()
+        for movement in self._movements:
+            movement.poll()
         if self._events is not None:
             self._events.publish()
-        return self._admit.evict_ahead(self._leases)
+        return self._admit.staged is not None and self._admit.evict_ahead(self._leases)
 
-    @exclusive
+    @running
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
         """Report that a forward pass over `num_tokens` prompt tokens took `seconds` of device time, without time that
         requests waited for the device.
@@ -337,14 +347,13 @@ class CacheEngine:
         `mean_position`: mean position of these tokens in their sequences, because attention costs more behind a long
         prefix; None: they begin a prompt. Report only passes that waited for no load (`hicache.serving.prefill_meter`).
         """
-        self._require_running()
         tokens, took_s, position = valid_pass(num_tokens, seconds, mean_position)
         if tokens and took_s:
             self._cost.observe_prefill(tokens, took_s, position)
 
     # A request's life
 
-    @exclusive
+    @running
     def acquire(self, request: CacheRequest) -> Lease:
         """Admit a request: pin its cached prefix, take slots for the rest, and submit the loads.
 
@@ -352,15 +361,22 @@ class CacheEngine:
         `OutOfSlots` or `PrefetchPending`: then poll and retry, or cancel. Before it raises `ResourceExhausted` it
         applies the results of finished copies.
         """
-        self._require_running()
         request = valid_request(request)
         if request.request_id in self._leases:
             raise DuplicateRequest(request.request_id)
-        lease = self._admitted(request)
+        prefetcher = self._prefetcher
+        try:
+            if prefetcher:
+                prefetcher.require_ready(request.request_id)
+            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id))
+        except ResourceExhausted as error:
+            self._admit.refused(error)
+            raise
+        self._leases[request.request_id], lease.on_exit = lease, self.release
         try:
             self._admit.forget(request.request_id)
-            if self._prefetcher:
-                self._prefetcher.admit(lease)
+            if prefetcher:
+                prefetcher.admit(lease)
             else:
                 self._prompts.forget(request.request_id)
         except BaseException:
@@ -368,18 +384,7 @@ class CacheEngine:
             raise
         return lease
 
-    def _admitted(self, request: CacheRequest) -> Lease:
-        try:
-            if self._prefetcher:
-                self._prefetcher.require_ready(request.request_id)
-            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id))
-        except ResourceExhausted as error:
-            self._admit.refused(error)
-            raise
-        self._leases[request.request_id], lease.on_exit = lease, self.release
-        return lease
-
-    @exclusive
+    @running
     def join(self, lease: Lease, num_tokens: int) -> Hit:
         """Load the pages that an overlapped prefetch has read behind the first `num_tokens` of the prompt, which are
         computed and committed. Call it before each pass over the prompt.
@@ -388,7 +393,7 @@ class CacheEngine:
         arrived, or if the device has no capacity for them now. They are added to `lease.hit`. The lease keeps its row
         and its states; read `lease.slots` again.
         """
-        self._held([lease])
+        self._held((lease,))
         num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id
         if self._prefetcher is None or not self._prefetcher.overlap.is_next_on_host(lease, num_tokens):
             return Hit()
@@ -403,16 +408,16 @@ class CacheEngine:
             raise
         return hit
 
-    @exclusive
+    @running
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """Take slots for `num_tokens` more tokens of the request. Returns them, int64 on the pool's device.
 
         Raises `OutOfSlots`, and `PromptTooLong` if the sequence would exceed `max_context_len`.
         """
-        self._held([lease])
+        self._held((lease,))
         return self._admit.extend(lease, valid_count("num_tokens", num_tokens))
 
-    @exclusive
+    @running
     def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
         """Share the complete pages of `tokens`, the sequence so far, and start their backups. The KV of all `tokens` is
         stored, or queued on the device to be stored.
@@ -421,13 +426,13 @@ class CacheEngine:
         they end at a page boundary. Raises `TransferError` if the prefix failed to load, `TokensMismatch` if `tokens`
         do not begin with the lease's prompt, and `InvalidTokens` if they exceed the lease's slots.
         """
-        self._held([lease])
-        packed = valid_tokens(tokens, minimum=0, known_len=len(lease.tokens))
+        self._held((lease,))
+        packed = valid_tokens(tokens, minimum=0, known_len=lease.tokens.num_tokens)
         self._commit.commit(lease, packed)
         if self._prefetcher and len(packed) >= lease.prompt_len:
             self._prefetcher.end_reads(lease)
 
-    @exclusive
+    @running
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """The position where a pass over the prompt from `start` should end, at most `end`. Call `commit` there.
 
@@ -435,18 +440,19 @@ class CacheEngine:
         last page boundary of the prompt, or where the cached prefix branches off another prompt. And a pass ends where
         it reaches pages of an overlapped prefetch.
         """
-        self._held([lease])
+        self._held((lease,))
         start, end = valid_count("start", start), valid_count("end", end)
-        stop = self._commit.next_stop(lease, start, end)
-        return stop if self._prefetcher is None else self._prefetcher.overlap.next_stop(lease, start, stop)
+        for component in self._context.components:
+            end = component.next_stop(lease, start, end)
+        return end if self._prefetcher is None else self._prefetcher.overlap.next_stop(lease, start, end)
 
-    @exclusive
+    @running
     def track(self, leases: Sequence[Lease]) -> None:
         """Keep recurrent states: a hybrid model copies one every `mamba_track_interval` tokens, and the next commit
         shares it. Call it after each decode step, before the next `extend`. Other models: does nothing."""
         self._commit.track(self._held(leases))
 
-    @exclusive
+    @running
     def begin_forward(self, leases: Sequence[Lease]) -> None:
         """Announce that the next forward pass is for `leases`: its layers then wait for the loads of these leases.
 
@@ -454,24 +460,23 @@ class CacheEngine:
         `commit` may have replaced slots of the lease by those of another request, and a pass of other leases waits for
         other loads. If a pass raised any error, release the leases of a hybrid model: their states may have advanced.
         """
-        held = self._held(leases)
+        loads = {load for lease in self._held(leases) for load in lease.loads}
         for component in self._context.components:
-            load_ids = {load_id for lease in held for load_id in lease.load_ids_of(component.name)}
-            component.counter.set_consumer(load_ids)
+            component.counter.set_consumer([load.load_ids.get(component.name, -1) for load in loads] if loads else ())
 
-    @exclusive
+    @running
     def backup(self, lease: Lease) -> None:
         """Copy the committed pages to the host now, whatever the write policy says, and wait. For a request that is
         preempted and will resume. Does nothing without a host tier, and copies no page for which the host has no
         capacity."""
-        self._held([lease])
+        self._held((lease,))
         self._copies.backup_path(lease.node)
 
-    @exclusive
+    @running
     def load_failed(self, lease: Lease) -> bool:
         """Whether a load of the lease's prefix failed, so that the request must be released and acquired again. Call it
         after a pass that raised `TransferError`. Waits for loads in flight."""
-        self._held([lease])
+        self._held((lease,))
         return self._copies.error_of(lease) is not None
 
     @exclusive
@@ -482,11 +487,9 @@ class CacheEngine:
 
         Raises `ForeignLease`. In a fork it does nothing.
         """
-        (lease,) = valid_leases([lease])
-        if lease.released or not self._owner.is_here:
+        if isinstance(lease, Lease) and (lease.released or not self._owner.is_here):
             return
-        if self._leases.get(lease.request_id) is not lease:
-            raise ForeignLease(lease.request_id)
+        self._held((lease,))
         self._release(lease, continues=continues)
 
     @exclusive
@@ -503,7 +506,7 @@ class CacheEngine:
             if lease is not None:
                 self._end(lease)
 
-    @exclusive
+    @running
     def flush(self) -> None:
         """Wait until all copies and writes in flight have ended, and write to each store all pages of the host. Under
         write policies that copy at eviction, write those of the device too. The write budget of a store does not delay
@@ -512,7 +515,6 @@ class CacheEngine:
         Raises `NotStored` if a store still refuses pages. Raises `InvariantError` if a copy never ends: an exception
         inside an earlier call, such as KeyboardInterrupt, may leave a copy counted as in flight. Close the engine then.
         """
-        self._require_running()
         error = flush(self._context, self._copies, self._writes, self._settle)
         if self._events is not None:
             self._events.publish()
@@ -529,11 +531,10 @@ class CacheEngine:
         for writes in self._writes:
             writes.resume()
 
-    @exclusive
+    @running
     def reset(self, tiers: Sequence[MemoryTier] = ("device", "host")) -> bool:
         """Drop the cached prompts of `tiers` without copying them anywhere. Stores keep their pages. Returns False if
         some pages remain because requests or copies use them; `flush` ends the copies."""
-        self._require_running()
         return reset(self._context, tiers)
 
     @property
@@ -579,9 +580,11 @@ class CacheEngine:
             self._is_broken, self._why_not = before
 
     def _held(self, leases: object) -> Sequence[Lease]:
-        self._require_running()
-        held = valid_leases(leases)
+        """The leases, as a sequence. Raises `InvalidArgument`, `LeaseEnded` and `ForeignLease`."""
+        held = tuple(leases) if isinstance(leases, Iterable) else (leases,)
         for lease in held:
+            if not isinstance(lease, Lease):
+                raise InvalidArgument(f"a {type(lease).__name__} was given for a lease; give what acquire() returned")
             if lease.released:
                 raise LeaseEnded(lease.request_id)
             if self._leases.get(lease.request_id) is not lease:

@@ -13,15 +13,15 @@ class OwnerProcess:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        return self._pid == os.getpid()
+        return self.pid == os.getpid()
 
     def require_here(self) -> None:
         """Raise NotRunning in a forked process."""
-        if self._pid != os.getpid():
+        if self.pid != os.getpid():
             raise NotRunning(
-                f"{self._what} belongs to process {self._pid}, of which this is a fork; open another after the fork"
+                f"{self._what} belongs to process {self.pid}, of which this is a fork; open another after the fork"
             )

@@ -248,7 +248,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     def _take(self, num_pages: int) -> torch.Tensor | None:
         """Allocate page ids from the front of the free list, as a copy; None, without any change, if too few are
         free."""
-        if not self._reserve(num_pages):
+        if not 0 <= num_pages <= self._free_pages.numel() and not self._reserve(num_pages):
             return None
         front, self._free_pages = self._free_pages.split_with_sizes((num_pages, self._free_pages.numel() - num_pages))
         pages = front.clone()

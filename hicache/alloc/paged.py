@@ -81,16 +81,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         not a multiple of the page size."""
         if need_size % self.page_size:
             raise ShapeError(f"{need_size} tokens are no whole pages of page_size={self.page_size}")
-        pages = self.alloc_pages(need_size // self.page_size)
-        return None if pages is None else self.pages_to_tokens(pages)
-
-    def alloc_pages(self, num_pages: int) -> torch.Tensor | None:
-        """Allocate pages; returns int64 `[num_pages]`, or None, without any change. Free them by their slots."""
-        return self._take(num_pages)
-
-    def pages_to_tokens(self, pages: torch.Tensor) -> torch.Tensor:
-        """The slots of `pages`, int64 `[n]`, in order: int64 `[n * page_size]`."""
-        return slots_of(pages, self.page_size, self._offsets)
+        pages = self._take(need_size // self.page_size)
+        return None if pages is None else slots_of(pages, self.page_size, self._offsets)
 
     def alloc_extend(
         self,

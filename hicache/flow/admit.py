@@ -208,8 +208,7 @@ class Admit:
     def evict_ahead(self, leases: Mapping[str, Lease]) -> bool:
         """Evict for the next slots of `leases` and queued requests, if they would have to wait for copies then. Returns
         whether a request that is to be admitted loads in steps."""
-        if self.staged is None:
-            return False
+        assert self.staged is not None
         self.staged.evict_ahead(leases, has_queued=len(self._expectations) > 0)
         return self.staged.is_under_way
 
@@ -348,7 +347,8 @@ class Admit:
             component.prepare_forward(lease, admission)
         if not lease.node.is_root:
             lease.read(self._copies.loads_of(tree.path_rows(lease.node)))
-            tree.raise_priority(lease.node, lease.priority)
+            if lease.priority:
+                tree.raise_priority(lease.node, lease.priority)
         num_loaded = admission.length - max(device_len, num_computed)
         disk = min(num_loaded, sources[DISK] * page)
         remote = min(num_loaded - disk, sources[REMOTE] * page)

@@ -20,40 +20,42 @@ from hicache.flow.components.window import SlidingWindow
 from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
-from hicache.flow.located import rows_below
 from hicache.flow.writes import Writes
 from hicache.pages.key import TokenRun, Tokens, bytes_of
-from hicache.pages.node import TreeNode
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.table import Rows
-from hicache.tiers import FULL, SWA, Component, own
+from hicache.tiers import FULL, SWA, Component
 
 
 class Commit:
-    """Commits and ends leases. Owned by the scheduler thread."""
+    """Commits and ends leases. Owned by the scheduler thread.
+
+    `has_hints`: whether a request has ended whose next turn was expected by a deadline."""
 
     def __init__(self, context: EngineContext, copies: Copies, writes: Sequence[Writes]) -> None:
-        self._context, self._copies, self._writes, self.hints = context, copies, tuple(writes), Hints(context)
+        self._context, self._copies, self._writes = context, copies, tuple(writes)
         self._windows = context.by_name.get(SWA)
+        self.has_hints = False
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states", "recurrent states not kept because every other was in use"
         )
-
-    def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """See `CacheEngine.next_stop`."""
-        return min(component.next_stop(lease, start, end) for component in self._context.components)
+        order, page = context.full.resident.order, context.tree.page_size
+        context.metrics.gauge(
+            "evict.kept_tokens",
+            "tokens of prompts that the device keeps for their next turn",
+            lambda: order.num_kept * page,
+        )
 
     def commit(self, lease: Lease, tokens: Tokens) -> None:
         """See `CacheEngine.commit`."""
         _require_sequence(lease, tokens)
-        if len(tokens) > lease.tree_len:
-            # Tokens computed on a prefix that failed to load must not be shared.
-            error = self._copies.error_of(lease)
-            if error is not None:
-                raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
-        for length in sorted({*self._context.ending.commit_points(lease, len(tokens))}):
-            donors = self._donors(lease, length)
-            if donors is not None:
+        if len(tokens) <= lease.tree_len:
+            return
+        # Tokens computed on a prefix that failed to load must not be shared.
+        if lease.loads and (error := self._copies.error_of(lease)) is not None:
+            raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
+        for length in self._context.ending.commit_points(lease, len(tokens)):
+            if length > lease.tree_len and (donors := self._donors(lease, length)) is not None:
                 self._insert(lease, tokens, length, donors)
 
     def track(self, leases: Sequence[Lease]) -> None:
@@ -80,13 +82,14 @@ class Commit:
         """Count the prefix of a lease as used on the host, and in stores the part of it that may be used again."""
         context, tree = self._context, self._context.tree
         rows = tree.required(tree.path_rows(lease.node), lease.node.depth_tokens)
-        on_host = rows_below(context, rows) if context.has_host else {}
+        with_host = context.components if context.has_host else ()
+        on_host = {component.name: component.host_rows(rows[component.name]) for component in with_host}
         for name, of_component in on_host.items():
             pages = context.by_name[name].pages
             held = of_component[pages.has(of_component)]
             pages.use(held)
             pages.order.raise_priority(held, lease.priority)
-        num_shared = lease.node.depth_tokens // tree.page_size if continues else self.hints.enter(lease, on_host)
+        num_shared = lease.node.depth_tokens // tree.page_size if continues else self._enter_hints(lease, on_host)
         if self._writes and num_shared:
             used = tree.required(rows[FULL], num_shared * tree.page_size)
             keys = {name: tree.names.of_component(name, tree.table.keys_of(each)) for name, each in used.items()}
@@ -96,10 +99,8 @@ class Commit:
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
         """The components with capacity for the value that they donate with the first `length` tokens. None: nothing is
         to be shared."""
-        if length <= lease.tree_len:
-            return None
         donors: list[CacheComponent] = []
-        for component in self._context.components:
+        for component in self._context.components[1:]:  # full pages have no such value
             need = component.needed_to_donate(lease, length)
             if not need or self._copies.make_available(component, need):
                 donors.append(component)
@@ -118,7 +119,7 @@ class Commit:
         [.., end)                              another request is loading these: a later commit gives them
         """
         context, tree, start = self._context, self._context.tree, lease.tree_len
-        slots = own(lease.held_slots(start, end))  # the lease's are written over below
+        slots = lease.held_slots(start, end)
         window_from, donated = None if self._windows is None else 0, dict[Component, torch.Tensor]()
         with ExitStack() as undo:
             for component in donors:
@@ -147,38 +148,25 @@ class Commit:
                 steps.callback(context.by_name[name].free, donated[name])
             if len(existing):
                 steps.callback(context.full.free, replaced)
-            if lease.tree_len > len(lease.tokens):
+            if lease.tree_len > lease.tokens.num_tokens:
                 lease.tokens = TokenRun(tokens[: lease.tree_len])
-        tree.raise_priority(inserted.node, lease.priority)
+        if lease.priority:
+            tree.raise_priority(inserted.node, lease.priority)
         if context.exclusive is not None:
             context.exclusive.came_above(inserted.gained)  # was computed though the host had it
         if not lease.session_end:
             self._copies.backup_wanted(inserted.node, len(inserted.gained))
 
+    # Hints
 
-class Hints:
-    """The hints of requests that end: their session has ended, or the next turn is expected by a deadline. Owned by the
-    scheduler thread."""
-
-    def __init__(self, context: EngineContext) -> None:
-        self._context, self._has_kept = context, False
-        order, page = context.full.resident.order, context.tree.page_size
-        context.metrics.gauge(
-            "evict.kept_tokens",
-            "tokens of prompts that the device keeps for their next turn",
-            lambda: order.num_kept * page,
-        )
-
-    def expire(self) -> None:
+    def expire_hints(self) -> None:
         """End the deadlines of prompts up to now."""
-        if not self._has_kept:
-            return
         now_s = self._context.clock()
         self._context.tree.expire(now_s)
         for component in self._context.components if self._context.has_host else ():
             component.pages.order.expire(now_s)
 
-    def enter(self, lease: Lease, on_host: Mapping[Component, Rows]) -> int:
+    def _enter_hints(self, lease: Lease, on_host: Mapping[Component, Rows]) -> int:
         """Apply the hints of a request that ends, after it has unlocked and used its prompt. `on_host`: the host's rows
         of the prompt, empty without a host. Returns how many pages of the prompt may be used again."""
         num_pages = lease.node.depth_tokens // self._context.tree.page_size
@@ -189,7 +177,7 @@ class Hints:
             for name, rows in on_host.items():
                 self._context.by_name[name].pages.expect_uses(rows, lease.expected_uses)
         if lease.next_turn_within_s is not None:
-            self._keep(lease.node, on_host, lease.next_turn_within_s)
+            self._keep(lease, on_host, lease.next_turn_within_s)
         return num_pages
 
     def _end_session(self, lease: Lease) -> int:
@@ -197,15 +185,14 @@ class Hints:
         context, tree = self._context, self._context.tree
         rows = tree.alone_rows(lease.node, max(lease.branch_points, default=0))
         tree.end_session(rows)
-        if context.has_host:
-            for name, of_component in rows_below(context, dict.fromkeys(context.by_name, rows)).items():
-                context.by_name[name].pages.end_session(of_component)
+        for component in context.components if context.has_host else ():
+            component.pages.end_session(component.host_rows(rows))
         return len(rows)
 
-    def _keep(self, node: TreeNode, on_host: Mapping[Component, Rows], within_s: float) -> None:
-        self._has_kept = True
+    def _keep(self, lease: Lease, on_host: Mapping[Component, Rows], within_s: float) -> None:
+        self.has_hints = True
         context, until_s = self._context, deadline_s(self._context.clock(), within_s)
-        context.tree.keep(node, until_s, {each.name: KEPT_SHARE * each.capacity for each in context.components})
+        context.tree.keep(lease.node, until_s, {each.name: KEPT_SHARE * each.capacity for each in context.components})
         for name, rows in on_host.items():
             component = context.by_name[name]
             component.pages.keep_until(rows, until_s, KEPT_SHARE * component.host.num_pages)
@@ -219,5 +206,5 @@ def _require_sequence(lease: Lease, tokens: Tokens) -> None:
             f"extend it before the forward"
         )
     same_len = lease.tokens.common_len(tokens, bytes_of(tokens), 0)
-    if same_len < min(len(tokens), len(lease.tokens)):
+    if same_len < min(len(tokens), lease.tokens.num_tokens):
         raise TokensMismatch(lease.request_id, same_len, int(tokens[same_len]), int(lease.tokens.tokens[same_len]))

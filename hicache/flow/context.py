@@ -54,7 +54,7 @@ class EngineContext(EngineParts):
     def disk(self) -> StoreTier | None:
         return self.stores.get(DISK)
 
-    @property
+    @cached_property
     def has_host(self) -> bool:
         return self.full.has_host
 

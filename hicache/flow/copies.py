@@ -31,7 +31,7 @@ from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext, values_of
 from hicache.flow.cost import LoadEstimate, LoadPolicy
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.located import Located, first_gap, rows_below, slices_of
+from hicache.flow.located import Located, first_gap, slices_of
 from hicache.flow.movement import Copy, Load, Movement, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.flow.writes import Writes
@@ -72,11 +72,6 @@ class Unsaved(NamedTuple):
         tree = self.component.tree
         return tree.names.of_component(self.component.name, tree.table.keys_of(self.rows))
 
-    @property
-    def full_rows(self) -> Rows:
-        """The full pages that the host must have; `NO_ROW` if they are elsewhere."""
-        return self.rows if self.needs_full else np.full_like(self.rows, NO_ROW)
-
     def part(self, start: int, end: int) -> Unsaved:
         """Pages [start, end)."""
         size = self.component.page_size
@@ -89,7 +84,8 @@ class Unsaved(NamedTuple):
 
 
 class _BackupPages(NamedTuple):
-    """The pages of one component in a backup: host rows in the order of their slots. `full_rows`: as in `Unsaved`."""
+    """The pages of one component in a backup: host rows in the order of their slots. `full_rows`: the full pages that
+    the host must have for windows or states; `NO_ROW` if they are elsewhere."""
 
     rows: Rows
     slots: torch.Tensor
@@ -218,39 +214,32 @@ class Copies(Movement):
     def end_backups(self) -> None:
         """Wait for all backups, and apply them."""
         while self._backups:
+            self._backups[0].wait()
             self._end_backup()
 
     def unsaved(self, rows: Rows, only: Component | None = None) -> list[Unsaved]:
         """The pages of `rows` that the device has and the host lacks, FULL first, without those of ended sessions.
         `only`: of the one component that the pages are to lose; their full pages stay on the device. Consecutive pages
         are together."""
-        found = []
+        found, tree = list[Unsaved](), self._context.tree
         for component in self._context.components:
-            if only not in (None, component.name):
+            name, resident = component.name, component.resident
+            if only not in (None, name):
                 continue
-            held = component.resident.held(rows)
-            held = held[~component.resident.order.has_ended[held]]
-            bounds = np.flatnonzero(self._context.tree.table.previous[held[1:]] != held[:-1]) + 1
-            for run in np.split(held, bounds) if len(held) else ():
+            held = resident.held(rows)
+            held = held[~resident.order.has_ended[held]]
+            bounds = (tree.table.previous[held[1:]] != held[:-1]).nonzero()[0] + 1
+            for run in np.split(held, bounds) if len(bounds) else [held] if len(held) else ():
                 if self.lacks(component, run).any():
-                    found.append(self._unsaved_run(run, component, needs_full=only is None and component.name != FULL))
+                    event_pages = tree.event_pages(run) if name == FULL and tree.events is not None else None
+                    uses = resident.order.policy.uses_of(resident.order.at, run)
+                    needs_full = only is None and name != FULL
+                    found.append(Unsaved(component, run, resident.value(run), needs_full, event_pages, uses))
         return found
 
     def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
         """Which of these pages of the tree the host neither has nor gets."""
-        of_host = rows_below(self._context, {component.name: rows})[component.name]
-        return ~component.pages.has(of_host, HELD | IN_FLIGHT)
-
-    def _unsaved_run(self, rows: Rows, component: CacheComponent, *, needs_full: bool) -> Unsaved:
-        tells_events = component.name == FULL and self._context.tree.events is not None
-        return Unsaved(
-            component=component,
-            rows=rows,
-            value=component.resident.value(rows),
-            needs_full=needs_full,
-            event_pages=self._context.tree.event_pages(rows) if tells_events else None,
-            uses=component.resident.uses_of(rows),
-        )
+        return ~component.pages.has(component.host_rows(rows), HELD | IN_FLIGHT)
 
     def _first_absent(self, path: Rows, num_new: int) -> int:
         """The first of the pages at the end of a path that the host neither has nor gets. If the host has pages behind
@@ -261,8 +250,10 @@ class Copies(Movement):
 
     def _locks(self, path: Rows, start: int) -> dict[Component, Rows]:
         """The pages to lock while pages of a path from the `start`-th on are copied."""
-        held = {each.name: each.resident.held(path[start:]) for each in self._context.components[1:]}
-        return {FULL: path, **held}
+        locks = {FULL: path}
+        for component in self._context.components[1:]:
+            locks[component.name] = component.resident.held(path[start:])
+        return locks
 
     def _submit_backup(
         self, unsaved: Sequence[Unsaved], locked: Mapping[Component, Rows], released: list[Released] | None = None
@@ -271,7 +262,7 @@ class Copies(Movement):
         meanwhile. `released`: values of pages that have left the device, which are freed when the copies end."""
         if not unsaved:
             return
-        backup, leaving = Backup(locked), values_of(released or ())
+        backup, leaving = Backup(locked), values_of(released) if released else {}
         with ExitStack() as undo:
             for name, rows in locked.items():
                 self._context.by_name[name].resident.lock(rows)
@@ -279,10 +270,7 @@ class Copies(Movement):
             undo.callback(self._forget_named, backup)
             try:
                 for component in self._context.components:
-                    of_component = [each for each in unsaved if each.component is component]
-                    if of_component:
-                        refused = self._backup_component(backup, component, of_component)
-                        self._skip(component, refused, stays=released is None)
+                    self._backup_component(backup, component, unsaved, stays=released is None)
             finally:
                 if backup.operations:
                     undo.pop_all()
@@ -292,7 +280,8 @@ class Copies(Movement):
                         component.leaving[backup] = component.leave(value)
                     if released:
                         released.clear()
-                    self._unlock_rest(backup)
+                    if locked and self._context.tree.table.index[locked[FULL][-1]] >= backup.end:
+                        self._unlock_rest(backup)
 
     def _unlock_rest(self, backup: Backup) -> None:
         """Unlock the pages behind the last one that is copied: the host lacks capacity for them."""
@@ -301,54 +290,63 @@ class Copies(Movement):
         for name, rows in locked.items():
             self._context.by_name[name].resident.unlock(rows[index[rows] >= backup.end])
 
-    def _backup_component(self, backup: Backup, component: CacheComponent, unsaved: Sequence[Unsaved]) -> list[bytes]:
-        """Submit the copy of one component, as far as the host has capacity. Returns the keys of the other pages."""
-        pages, found = component.pages, list[tuple[Unsaved, Rows, Mask]]()
-        with ExitStack() as named:
-            for each in unsaved:
-                rows = each.rows if component.name == FULL else pages.table.add(each.keys, each.first)
-                pages.table.hold(rows)
-                named.callback(pages.table.drop, rows)
-                is_new = ~pages.has(rows, HELD | IN_FLIGHT) & self._are_usable(each.full_rows)
-                found.append((each, rows[is_new], is_new))
-            new = np.concatenate([rows for _, rows, _ in found])
-            used = np.concatenate([each.rows[is_new] for each, _, is_new in found])
-            hits, priority = self._context.tree.table.hits[used], self._context.tree.table.priority[used]
-            taken = pages.reserve(new, COPY, hits=hits, priority=priority)
-            if len(taken):
-                with ExitStack() as undo:
-                    undo.callback(pages.abandon, taken)
-                    uses = np.concatenate([each.uses[is_new] for each, _, is_new in found])
-                    pages.expected_uses[taken] = uses[: len(taken)]
-                    backup.end = max(backup.end, int(self._context.tree.table.index[used[: len(taken)]].max()) + 1)
-                    self._backup_taken(backup, component, found, taken)
-                    undo.pop_all()
-            return pages.table.keys_of(new[len(taken) :])
-
-    def _backup_taken(
-        self, backup: Backup, component: CacheComponent, found: Sequence[tuple[Unsaved, Rows, Mask]], taken: Rows
+    def _backup_component(
+        self, backup: Backup, component: CacheComponent, unsaved: Sequence[Unsaved], *, stays: bool
     ) -> None:
-        """Submit the copy of the first pages of `found`, which have host pages: `taken`."""
-        full_rows, values, watch = list[Rows](), list[torch.Tensor](), self._context.watch
-        for each, _, is_new in found:
-            values += slices_of(each.value, np.flatnonzero(is_new).tolist(), component.page_size)
-            full_rows.append(each.full_rows[is_new])
-            if each.event_pages is not None and watch is not None:
-                watch.note(each.event_pages, component.pages.table.keys_of(taken))
-        slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
-        named = np.concatenate(full_rows)[: len(taken)]
-        if component.name != FULL:
-            required = named[named != NO_ROW]
-            self._context.tree.table.hold(required)
-            backup.named.append(required)
-        self._submit_pages(backup, component, _BackupPages(taken, slots, named))
+        """Submit the copy of the pages of one component, as far as the host has capacity, and count the other pages.
+        `stays`: these stay on the device."""
+        pages, is_full, used_at = component.pages, component.name == FULL, self._context.tree.table
+        new, used, uses = list[Rows](), list[Rows](), list[Ranks]()
+        values, full_rows = list[torch.Tensor](), list[Rows]()
+        with ExitStack() as undo:
+            for each in unsaved:
+                if each.component is not component:
+                    continue
+                rows, needed = each.rows, each.rows if each.needs_full else np.full_like(each.rows, NO_ROW)
+                if not is_full:  # full pages of the tree have rows already
+                    rows = pages.table.add(each.keys, each.first)
+                    pages.table.hold(rows)
+                    undo.callback(pages.table.drop, rows)
+                is_new = ~pages.has(rows, HELD | IN_FLIGHT)
+                if each.needs_full:
+                    is_new &= self._are_usable(needed)
+                is_all = bool(is_new.all())
+                at = () if is_all else np.flatnonzero(is_new).tolist()
+                values += [each.value] if is_all else slices_of(each.value, at, component.page_size)
+                new.append(rows[is_new])
+                used.append(each.rows[is_new])
+                uses.append(each.uses[is_new])
+                full_rows.append(needed[is_new])
+            if not new:
+                return
+            all_new, all_used = np.concatenate(new), np.concatenate(used)
+            taken = pages.reserve(all_new, COPY, hits=used_at.hits[all_used], priority=used_at.priority[all_used])
+            if len(taken) < len(all_new):
+                self._skip(component, pages.table.keys_of(all_new[len(taken) :]), stays=stays)
+            if not len(taken):
+                return
+            undo_taken = undo.enter_context(ExitStack())
+            undo_taken.callback(pages.abandon, taken)
+            pages.expected_uses[taken] = np.concatenate(uses)[: len(taken)]
+            backup.end = max(backup.end, int(used_at.index[all_used[: len(taken)]].max()) + 1)
+            for each in unsaved:
+                if is_full and each.event_pages is not None and self._context.watch is not None:
+                    self._context.watch.note(each.event_pages, pages.table.keys_of(taken))
+            slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
+            named = np.concatenate(full_rows)[: len(taken)]
+            if not is_full:
+                required = named[named != NO_ROW]
+                used_at.hold(required)
+                backup.named.append(required)
+            self._submit_pages(backup, component, _BackupPages(taken, slots, named))
+            undo_taken.pop_all()
 
     @staticmethod
     def _submit_pages(backup: Backup, component: CacheComponent, pages: _BackupPages, *, is_raw: bool = False) -> None:
         """Submit a copy to the host pages of `pages`; `is_raw`: unpacked, to both host pages of each."""
         places = torch.from_numpy(component.pages.place[pages.rows])
         second_places = torch.from_numpy(component.pages.second_place[pages.rows]) if is_raw else None
-        backup.operations.append(component.transfer.store(pages.slots, places, second_places))
+        backup.add(component.transfer.store(pages.slots, places, second_places))
         backup.pages[component.name] = pages
 
     def _are_usable(self, full_rows: Rows) -> Mask:
@@ -378,89 +376,100 @@ class Copies(Movement):
         self._skipped.value += num_tokens
 
     def _end_backup(self) -> None:
-        """Wait for the first backup, and apply it."""
+        """Apply the first backup, which has ended."""
         self.is_torn = True
-        backup = self._backups.popleft()
-        backup.wait()  # its error is known only when it has ended
-        is_confirmed, raw_backup = backup.error is None, Backup(backup.locked)
-        arrived = list[tuple[CacheComponent, Rows]]()
+        backup, raw = self._backups.popleft(), dict[CacheComponent, _BackupPages]()
+        arrived, error = list[tuple[CacheComponent, Rows]](), backup.error
         for (name, pages), op in zip(backup.pages.items(), backup.operations, strict=True):
             component = self._context.by_name[name]
-            if is_confirmed:
-                arrived.append((component, self._publish(raw_backup, component, pages, op)))
+            if error is None:
+                arrived.append((component, self._publish(component, pages, op, raw)))
                 continue
             if name == FULL and self._context.watch is not None:
                 self._context.watch.forget(component.pages.table.keys_of(pages.rows))
             component.pages.abandon(pages.rows)
-        if is_confirmed:
+        if error is None:
             self._backup_bytes.observe(backup.num_bytes)
             self._backup_seconds.observe(backup.seconds())
         else:
             self._failed_backups.value += 1
-        if raw_backup.operations:
-            raw_backup.named = backup.named
-            self._backups.append(raw_backup)  # which has the locks now
-        else:
-            self._forget_named(backup)
+        next_backup = self._submit_raw(backup, raw) if raw else None
+        if next_backup is None:
+            if backup.named:
+                self._forget_named(backup)
             for locked, rows in backup.locked.items():
                 self._context.by_name[locked].resident.unlock(rows)
-        self._free_left(backup, raw_backup)
+        self._free_left(backup, next_backup)
         for writes in self._writes:
             for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
                 writes.arrived(component, rows)
         self.is_torn = False
 
+    def _submit_raw(self, backup: Backup, raw: Mapping[CacheComponent, _BackupPages]) -> Backup:
+        """Copy the pages of `backup` that do not fit packed. The new backup takes over its locks."""
+        raw_backup = Backup(backup.locked)
+        raw_backup.named = backup.named
+        for component, pages in raw.items():
+            self._submit_pages(raw_backup, component, pages, is_raw=True)
+        self._backups.append(raw_backup)
+        return raw_backup
+
     def _forget_named(self, backup: Backup) -> None:
         for rows in backup.named:
             self._context.tree.table.drop(rows)
 
-    def _publish(self, raw_backup: Backup, component: CacheComponent, saved: _BackupPages, op: TransferOp) -> Rows:
-        """Give the pages of an ended backup their next state, and return those that arrived. `raw_backup` copies the
-        pages that do not fit packed."""
+    def _publish(
+        self, component: CacheComponent, saved: _BackupPages, op: TransferOp, raw: dict[CacheComponent, _BackupPages]
+    ) -> Rows:
+        """Give the pages of an ended backup their next state, and return those that arrived. Pages that do not fit
+        packed, and have a second place, are added to `raw`."""
         pages, packing, (rows, slots, full_rows) = component.pages, component.packing, saved
-        misfits = np.array(op.misfits, np.int64)
-        if packing is not None and not pages.second_place[rows].any():
-            packing.count(len(rows), len(misfits))
-        ok = self._are_usable(full_rows)
-        misfits = misfits[ok[misfits]]
-        if len(misfits):
-            assert packing is not None
-            num_raw = len(pages.reserve_second(rows[misfits]))
-            packing.drop(len(misfits) - num_raw)
-            ok[misfits[num_raw:]] = False
-            raw = misfits[:num_raw]
-            if num_raw:
-                of_raw = joined(slices_of(slots, raw.tolist(), component.page_size))
-                self._submit_pages(raw_backup, component, _BackupPages(rows[raw], of_raw, full_rows[raw]), is_raw=True)
-            here = np.ones(len(rows), np.bool_)
-            here[raw] = False
-            rows, ok = rows[here], ok[here]
-        watch, events = self._context.watch, self._context.tree.events
-        if component.name == FULL and watch is not None:
+        ok = np.ones(len(rows), np.bool_) if component.name == FULL else self._are_usable(full_rows)
+        if packing is not None:
+            misfits = np.array(op.misfits, np.int64)
+            if not pages.second_place[rows].any():
+                packing.count(len(rows), len(misfits))
+            misfits = misfits[ok[misfits]]
+            if len(misfits):
+                num_raw = len(pages.reserve_second(rows[misfits]))
+                packing.drop(len(misfits) - num_raw)
+                ok[misfits[num_raw:]] = False
+                at = misfits[:num_raw]
+                if num_raw:
+                    of_raw = joined(slices_of(slots, at.tolist(), component.page_size))
+                    raw[component] = _BackupPages(rows[at], of_raw, full_rows[at])
+                here = np.ones(len(rows), np.bool_)
+                here[at] = False
+                rows, ok = rows[here], ok[here]
+        watch = self._context.watch if component.name == FULL else None
+        if watch is not None and not ok.all():
             watch.forget(pages.table.keys_of(rows[~ok]))
-        arrived = pages.landed(rows, ok)
-        if events is not None and watch is not None and component.name == FULL:
+        arrived, events = pages.landed(rows, ok), self._context.tree.events
+        if events is not None and watch is not None:
             for event_pages in watch.told(pages.table.keys_of(arrived)):
                 events.stored(event_pages, "CPU")
         return arrived
 
-    def _free_left(self, backup: Backup, raw_backup: Backup) -> None:
-        """Free what left the device before `backup`, unless `raw_backup` still reads it."""
-        left = {at: ids for at in self._context.components if (ids := at.leaving.pop(backup, None)) is not None}
-        if left:
-            self._backup_exposed.observe(self._exposed_s)
-        for component, ids in left.items():
-            if raw_backup.operations:
-                component.leaving[raw_backup] = ids
+    def _free_left(self, backup: Backup, next_backup: Backup | None) -> None:
+        """Free what left the device before `backup`, unless `next_backup` still reads it."""
+        is_exposed = False
+        for component in self._context.components:
+            if backup not in component.leaving:
+                continue
+            is_exposed, ids = True, component.leaving.pop(backup)
+            if next_backup is not None:
+                component.leaving[next_backup] = ids
             else:
                 component.free_left(ids)
+        if is_exposed:
+            self._backup_exposed.observe(self._exposed_s)
 
     # Capacity on the device
 
     def make_available(self, component: CacheComponent, size: int) -> bool:
         """Evict until `size` tokens or states of a component are free. False if that is impossible. Waits for the
         backups of evicted pages."""
-        if self.prepare(component, size):
+        if size <= component.available() or self.prepare(component, size):
             return True
         self._wait_for(component, size)
         return size <= component.available()
@@ -468,7 +477,11 @@ class Copies(Movement):
     def prepare(self, component: CacheComponent, size: int) -> bool:
         """The same without waiting: whether `size` are free now. If not, they may be when `component.leaving` has been
         copied."""
-        short = size - component.available() - component.num_leaving
+        short = size - component.available()
+        if short <= 0:
+            return True
+        if component.leaving:
+            short -= component.num_leaving
         if short > 0:
             self._evict(component, short)
         return size <= component.available()
@@ -657,13 +670,12 @@ class Copies(Movement):
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
         op = component.transfer.load(places, component.device_ids(targets), load_id, second_places)
         undo.callback(op.wait)
-        load.operations.append(op)
+        load.add(op)
 
     def _end_load(self) -> None:
-        """Wait for the first load, and apply it."""
+        """Apply the first load, which has ended."""
         self.is_torn = True
         load, tree, components = self._loads.popleft(), self._context.tree, self._context.by_name
-        load.wait()
         depended_on = load.depends_on
         load.complete()
         for name, (rows, _) in load.pages.items():

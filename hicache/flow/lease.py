@@ -13,7 +13,7 @@ from hicache.config import PrefetchMode
 from hicache.flow.movement import Load
 from hicache.pages.key import TokenRun
 from hicache.pages.node import TreeNode
-from hicache.tiers import FULL, Component
+from hicache.tiers import FULL, Component, own
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class Lease:
     Read `slots` again for each pass, after its `begin_forward`: if another request committed the same tokens first,
     `commit` replaces this lease's slots with the tree's.
 
-    Slots are kept in the request's row, on the pool's device, and on the host too, where they were chosen there
-    (`home`, the allocator's device).
+    Slots are in the request's row, on the pool's device. If `home`, the allocator's device, is the host and the pool is
+    elsewhere, the host has a copy of them.
     """
 
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
@@ -167,7 +167,8 @@ class Lease:
         self.mamba_pool_idx: torch.Tensor | None = None
         self.mamba_checkpoint_idx: torch.Tensor | None = None
         self._table = req_to_token
-        self._slots = torch.empty(req_to_token.shape[1], dtype=torch.int64) if home.type == "cpu" else None
+        is_copied = home.type == "cpu" and not req_to_token.is_cpu
+        self._slots = torch.empty(req_to_token.shape[1], dtype=torch.int64) if is_copied else None
         self.hit = Hit()
         self.cached_len = self.tree_len = self.length = self.held_len = 0
         self.checkpoint_len = self.branching_len = 0
@@ -197,21 +198,27 @@ class Lease:
 
     def slots_of(self, start: int, end: int) -> torch.Tensor:
         """Slots of positions [start, end), int64 on the pool's device."""
-        return self._table[self.row, start:end].long()
+        assert self.req_pool_idx is not None
+        row = self._table[self.req_pool_idx]
+        if row.is_cpu:  # by one thread, see `hicache.tiers.own`
+            return torch.from_numpy(row.numpy()[start:end].astype(np.int64))
+        return row[start:end].long()
 
     def held_slots(self, start: int, end: int) -> torch.Tensor:
-        """The same, on the allocator's device. May be a view: copy what is kept."""
-        return self.slots_of(start, end) if self._slots is None else self._slots[start:end]
+        """The same, on the allocator's device."""
+        return self.slots_of(start, end) if self._slots is None else own(self._slots[start:end])
 
     def write(self, start: int, slots: torch.Tensor) -> None:
         """Set the slots of positions [start, start + len(slots))."""
-        end, row = start + len(slots), self._table[self.row]
+        assert self.req_pool_idx is not None
+        end, row = start + len(slots), self._table[self.req_pool_idx]
         if self._slots is not None:
-            self._slots.numpy()[start:end] = slots.numpy()  # by one thread, see `hicache.tiers.own`
-        if row.device.type == "cpu":
+            self._slots.numpy()[start:end] = slots.numpy()
+        if row.is_cpu:
             row.numpy()[start:end] = slots.numpy()
         else:
-            row[start:end] = _on_device(slots, row.device)
+            # A copy from the host goes through pinned memory behind queued work, and does not wait.
+            row[start:end] = slots.pin_memory().to(row.device, non_blocking=True) if slots.is_cpu else slots
 
     def read(self, loads: Sequence[Load]) -> None:
         """Wait for these too, and count as their reader."""
@@ -231,14 +238,6 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self.on_exit(self)
-
-
-def _on_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`ids` on a device, int64. The copy from the host goes through pinned memory behind queued work, and does not
-    wait."""
-    if ids.device.type == device.type:
-        return ids
-    return ids.pin_memory().to(device, non_blocking=True)
 
 
 def _ignore(prefetch: Prefetch) -> None:

@@ -5,7 +5,7 @@ One loop finds the longest prefix that all components can use, as in the tree: `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from hicache.pages.components import last_end
 from hicache.pages.states import COPY, HELD
 from hicache.pages.table import Mask, Rows
 from hicache.pages.tree_results import Match
-from hicache.tiers import FULL, Component
+from hicache.tiers import FULL
 
 
 class Located:
@@ -114,15 +114,3 @@ def slices_of(value: torch.Tensor, indices: Sequence[int], page_size: int) -> li
     """The slots or states of the pages `indices`, ascending, of `value`: int64 `[pages * page_size]`. Slices share the
     memory of `value`; an index by an array would copy the array to a GPU, which waits for the forward pass."""
     return [value[start * page_size : end * page_size] for start, end in spans(indices)]
-
-
-def rows_below(context: EngineContext, rows: Mapping[Component, Rows]) -> dict[Component, Rows]:
-    """By component: the host's rows of pages of the tree; `NO_ROW` for a window or state without one."""
-    return {name: _row_below(context, name, of_component) for name, of_component in rows.items()}
-
-
-def _row_below(context: EngineContext, name: Component, rows: Rows) -> Rows:
-    if name == FULL:
-        return rows
-    keys = context.tree.names.of_component(name, context.tree.table.keys_of(rows))
-    return context.by_name[name].pages.table.find(keys)

@@ -38,17 +38,24 @@ class Copy:
 
     def __init__(self) -> None:
         self.operations: list[TransferOp] = []
+        self.num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum([op.num_bytes for op in self.operations])
+    def add(self, op: TransferOp) -> None:
+        self.operations.append(op)
+        self.num_bytes += op.num_bytes
 
     @property
     def error(self) -> Exception | None:
-        return next((op.error for op in self.operations if op.error is not None), None)
+        for op in self.operations:
+            if op.error is not None:
+                return op.error
+        return None
 
     def done(self) -> bool:
-        return all(op.done() for op in self.operations)
+        is_done = True
+        for op in self.operations:
+            is_done = is_done and op.done()
+        return is_done
 
     def wait(self) -> None:
         for op in self.operations:
@@ -64,7 +71,10 @@ class Copy:
 
     def seconds(self) -> float:
         """Of the longest."""
-        return max([op.seconds() for op in self.operations])
+        longest_s = 0.0
+        for op in self.operations:
+            longest_s = max(longest_s, op.seconds())
+        return longest_s
 
 
 class Load(Copy):

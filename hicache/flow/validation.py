@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hicache.config import PrefetchMode
 from hicache.errors import InvalidArgument, InvalidTokens
-from hicache.flow.lease import CacheRequest, Lease
+from hicache.flow.lease import CacheRequest
 from hicache.pages.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
@@ -65,15 +65,6 @@ def valid_mode(mode: PrefetchMode) -> PrefetchMode:
     if mode not in _MODES:
         raise InvalidArgument(f"mode={mode!r}: choose one of {', '.join(_MODES)}")
     return mode
-
-
-def valid_leases(leases: object) -> tuple[Lease, ...]:
-    """Raises `InvalidArgument`."""
-    found = tuple(leases) if isinstance(leases, Iterable) else (leases,)
-    for lease in found:
-        if not isinstance(lease, Lease):
-            raise InvalidArgument(f"a {type(lease).__name__} was given for a lease; give what acquire() returned")
-    return found
 
 
 def valid_number(name: str, value: Any, maximum: float = math.inf) -> float:

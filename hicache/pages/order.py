@@ -152,7 +152,8 @@ class EvictionOrder(Columns):
         if is_transferred:
             assert locks.all(), "unlocked more often than locked"
             self.locks[at] = locks = locks - 1
-        self._enter(rows[locks == 0] if locks.any() else rows)
+        if not locks.all():
+            self._enter(rows[locks == 0] if locks.any() else rows)
 
     def leave(self, rows: Rows) -> None:
         """Record that the tier has lost these pages. The locks of a page whose transfer failed stay."""
@@ -180,8 +181,9 @@ class EvictionOrder(Columns):
         locks = self.locks[at]
         assert locks.all(), "unlocked more often than locked"
         is_free = self.is_held[at] & (locks == 1)
-        self.locks[at] -= 1
-        self._enter(rows if is_free.all() else rows[is_free])
+        self.locks[at] = locks - 1
+        if is_free.any():
+            self._enter(rows if is_free.all() else rows[is_free])
 
     def use(self, rows: Rows) -> None:
         """Record that a request used these consecutive pages of a prompt, which the tier has. Their sessions are open
@@ -365,10 +367,9 @@ class EvictionOrder(Columns):
 
     def _enter(self, rows: Rows) -> None:
         """Count pages that have become evictable."""
-        if len(rows):
-            self.num_evictable += len(rows)
-            self.policy.enter(self.at, rows)
-            self._rank(rows)
+        self.num_evictable += len(rows)
+        self.policy.enter(self.at, rows)
+        self._rank(rows)
 
     def _rank(self, rows: Rows) -> None:
         ranks = self.policy.ranks(self.at, rows)

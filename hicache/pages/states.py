@@ -163,34 +163,34 @@ class TierPages(Columns):
         """Give places to pages that are in no state but ABOVE, and evict pages for them if necessary. Returns the first
         rows, for which there are places, each locked once. The page before each row stays unless the tier above has
         it. Rows without a place and without references are freed."""
-        states = self.state[rows]
+        states, num_free, taken = self.state[rows], self.pool.available(), rows[:0]
         assert not (states & (IN_FLIGHT | HELD)).any(), "it has a place already"
         before = self.table.previous[rows]
         before = before[self.state[before] & (HELD | ABOVE) == HELD]
-        self.table.hold(rows)  # evictions may free pages behind one of them
+        self.table.hold(rows)  # evictions may free pages behind one of them; from now on the states need the rows
         try:
-            if len(rows) > self.pool.available():
+            if len(rows) > num_free:
                 before = np.unique(before)
                 self.order.lock(before)
                 try:
-                    self.make_room(len(rows))
+                    num_free = self.make_room(len(rows))
                 finally:
                     self.order.unlock(before)
-            num_rows = min(len(rows), self.pool.available())
-            taken = rows[:num_rows]
-            if num_rows:
+            if num_free and len(rows):
+                taken = rows[:num_free]
                 if len(before):
                     self.order.follow(before)
-                self.table.hold(taken[self.state[taken] == 0])
                 self.state[taken] |= state
-                self.place[taken] = self._alloc(num_rows)
+                self.place[taken] = self._alloc(len(taken))
                 if self.order.policy.reads_created:
                     self.order.at.note_created(taken)
                 self.order.lock(taken)
-                self.table.hits[taken] = hits if isinstance(hits, int) else hits[:num_rows]
-                self.table.priority[taken] = priority if isinstance(priority, int) else priority[:num_rows]
+                self.table.hits[taken] = hits if isinstance(hits, int) else hits[: len(taken)]
+                self.table.priority[taken] = priority if isinstance(priority, int) else priority[: len(taken)]
         finally:
-            self.table.drop(rows)
+            states[len(taken) :] = ABOVE
+            if states.any():
+                self.table.drop(rows[states != 0])
         return taken
 
     def reserve_second(self, rows: Rows) -> Rows:

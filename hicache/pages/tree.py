@@ -259,7 +259,8 @@ class RadixTree(Columns):
         while pos < len(tokens):
             has_windows = window_from is not None and pos >= window_from
             limit = len(tokens) if window_from is None or has_windows else window_from
-            child_key = self._child_key(node, raw, pos, namespace)
+            first = raw[pos * 8 : (pos + page) * 8].tobytes()
+            child_key = (namespace, first) if node.parent is None else first
             child = node.children.get(child_key)
             if child is None:
                 known = keys[pos // page : limit // page]
@@ -269,7 +270,8 @@ class RadixTree(Columns):
                     self._windows.enter(node.rows)
                 pos = limit
                 continue
-            common = min(self._common_len(child, tokens, raw, pos), limit - pos)
+            assert child.run is not None
+            common = min(child.run.common_len(tokens, raw, pos) // page * page, limit - pos)
             child = child if common == child.num_tokens else self.split(child, common)
             if self._is_loading(child):
                 break
@@ -283,7 +285,7 @@ class RadixTree(Columns):
             if len(before):
                 self._full.use(before)
         attached = frozenset[Component]()
-        if donated is not None and pos == len(tokens):
+        if donated and pos == len(tokens):
             attached = frozenset(name for name, given in donated.items() if self.attach(node, name, given))
         slots = self._full.value(_joined(existing)) if existing else _NO_SLOTS
         return Inserted(node, _joined(gained), slots, tuple(adopted), pos, attached)
@@ -314,11 +316,10 @@ class RadixTree(Columns):
         """
         assert lower.run is not None and lower.parent is not None
         tokens, parent, num_pages = lower.run.tokens, lower.parent, at // self.page_size
-        upper = self._new_node(run=TokenRun(tokens[:at]), parent=parent, namespace=lower.namespace)
-        self._link(parent, upper, lower.child_key)
-        self._place(upper, lower.rows[:num_pages])
+        upper = self._add_node(parent, lower.child_key, tokens[:at], lower.namespace, lower.rows[:num_pages])
         lower.rows, lower.run, lower.num_tokens = lower.rows[num_pages:], TokenRun(tokens[at:]), lower.num_tokens - at
-        self._link(upper, lower, self._child_key(upper, bytes_of(tokens), at, lower.namespace))
+        lower.parent, lower.child_key = upper, tokens[at : at + self.page_size].tobytes()
+        upper.children[lower.child_key] = lower
         return upper
 
     # Locks and uses
@@ -502,7 +503,6 @@ class RadixTree(Columns):
     ) -> TreeNode:
         """A new node of pages `tokens` behind `parent`, as slots `value`."""
         page, index = self.page_size, parent.depth_tokens // self.page_size
-        node = self._new_node(run=TokenRun(tokens), parent=parent, namespace=namespace)
         before = int(parent.rows[-1]) if parent.parent is not None else NO_ROW
         if self._is_keyed:
             rows = self.table.add(self.names.following(parent, namespace, tokens, known), index, previous=before)
@@ -515,17 +515,18 @@ class RadixTree(Columns):
         self.table.hold(rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         self.table.hits[at] = 1 if self._below is None else np.where(self._below.state[at], self.table.hits[at], 1)
-        self._link(parent, node, child_key)
-        self._place(node, rows)
+        node = self._add_node(parent, child_key, tokens, namespace, rows)
         self._full.enter(rows, value)
         if self.events is not None:
             self.events.stored(self.names.pages(node), "GPU")
         return node
 
-    def _place(self, node: TreeNode, rows: Rows) -> None:
-        node.rows = rows
+    def _add_node(self, parent: TreeNode, child_key: ChildKey, tokens: Tokens, namespace: str, rows: Rows) -> TreeNode:
+        node = self._new_node(run=TokenRun(tokens), parent=parent, namespace=namespace)
+        node.rows, node.child_key = rows, child_key
+        parent.children[child_key] = self._nodes[node.id] = node
         self.node[self.table.span(rows) if len(rows) >= self.table.many else rows] = node.id
-        self._nodes[node.id] = node
+        return node
 
     def _adopt(self, rows: Rows) -> Iterator[tuple[int, int]]:
         """Give windows to those of these pages that lack them; yields these pages as intervals."""
@@ -542,21 +543,6 @@ class RadixTree(Columns):
         for pages in self.pages.values():
             found |= bool(pages.load[at].any())
         return found
-
-    def _child_key(self, parent: TreeNode, raw: memoryview, pos: int, namespace: str) -> ChildKey:
-        first = raw[pos * 8 : (pos + self.page_size) * 8].tobytes()
-        return (namespace, first) if parent.parent is None else first
-
-    @staticmethod
-    def _link(parent: TreeNode, child: TreeNode, child_key: ChildKey) -> None:
-        parent.children[child_key] = child
-        child.parent, child.child_key = parent, child_key
-
-    def _common_len(self, node: TreeNode, tokens: Tokens, raw: memoryview, pos: int) -> int:
-        """Equal tokens of the node and of `tokens[pos:]`, in whole pages."""
-        assert node.run is not None
-        length = node.run.common_len(tokens, raw, pos)
-        return length - length % self.page_size
 
     def _cut(self, node: TreeNode, num_pages: int, released: list[Released]) -> None:
         """Remove the last pages of a leaf with all their values, the full slots last. A removed node keeps its rows and

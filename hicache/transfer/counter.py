@@ -200,9 +200,13 @@ class LayerTransferCounter:
     def set_consumer(self, load_ids: int | Iterable[int]) -> None:
         """Set the loads that the next forward depends on; with none or -1 it waits for no load."""
         ids = (load_ids,) if isinstance(load_ids, int) else tuple(load_ids)
-        live = [i for i in ids if i >= 0 and self._owner[i % len(self._ring)] == i]
-        self._consumed = tuple((i, self._events(i)) for i in live)
-        self._failed = next((self._failures[i] for i in ids if i in self._failures), None)
+        consumed, self._failed = list[tuple[int, LayerEvents]](), None
+        for load_id in ids:
+            slot = load_id % len(self._ring)
+            if load_id >= 0 and self._owner[slot] == load_id:
+                consumed.append((load_id, self._ring[slot]))
+            self._failed = self._failed or self._failures.get(load_id)
+        self._consumed = tuple(consumed)
 
     @contextmanager
     def consuming(self, load_ids: Iterable[int]) -> Iterator[None]:

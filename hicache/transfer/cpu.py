@@ -19,7 +19,7 @@ from hicache.errors import TransferError
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.counter import LayerSink
-from hicache.transfer.placed import PageCopy, PagePlaces, gather, num_bytes_of
+from hicache.transfer.placed import PageCopy, PagePlaces, gather
 from hicache.transfer.plan import intervals
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class CpuTransfer:
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CpuOp:
         copies = self._places.to_load(pages, slots, rest)
-        op = CpuOp(num_bytes_of(copies))
+        op = CpuOp(sum([copy.num_bytes for copy in copies]))
 
         def copy() -> None:
             try:

@@ -31,7 +31,7 @@ from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import UnstagedCopier, can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerSink
 from hicache.transfer.load_queue import LoadQueue
-from hicache.transfer.placed import PageCopy, PagePlaces, gather, num_bytes_of
+from hicache.transfer.placed import PageCopy, PagePlaces, gather
 from hicache.transfer.plan import Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
 from hicache.transfer.streams import Buffer, Chunk, CudaOp, QueuedCopy, StreamPair
 
@@ -131,7 +131,7 @@ class CudaTransfer:
         behind.record(torch.cuda.current_stream(self._device))
         is_device_idle = behind.query()
         kept = [copy.slots for copy in copies]
-        op = CudaOp(num_bytes_of(copies), kept, partial(self._issue_load, load_id))
+        op = CudaOp(sum([copy.num_bytes for copy in copies]), kept, partial(self._issue_load, load_id))
         self._loads.put(load_id, self._load_steps(op, copies, load_id, behind))
         self._counter.queue_on_demand(load_id, partial(self._queue_load, load_id))
         self._loads.queue_some(_SUBMIT_S)

@@ -11,8 +11,6 @@ Raw pages are copied by layers, like packed ones, so a forward waits only for it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -39,21 +37,14 @@ class Place(NamedTuple):
         return first, max(first, min(stop, self.end))
 
 
-@dataclass(frozen=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """A copy of pages that share a mover, between `places` on the host and `slots`, int64 `[pages * page_tokens]`."""
 
     mover: PageMover | PagePacker
     places: tuple[Place, ...]
     slots: torch.Tensor
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.places[0].ids)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_pages * self.mover.ends[-1]
+    num_pages: int
+    num_bytes: int
 
 
 class PagePlaces:
@@ -74,23 +65,21 @@ class PagePlaces:
     def to_load(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor | None) -> list[PageCopy]:
         """Copies of a load: at most one of packed pages and one of raw pages. `rest`: see `TransferBackend`."""
         if rest is None or not rest.any():
-            return [self._one_copy(pages, slots)]
+            return [self.to_store(slots, pages, None)]
         by_page, copies = slots.view(len(pages), -1), list[PageCopy]()
         packed, raw = (rest == 0).nonzero().flatten(), (rest > 0).nonzero().flatten()
         if len(packed):
-            copies.append(self._one_copy(pages[packed], by_page[packed.to(slots.device)].flatten()))
-        return [*copies, self._divided(pages[raw], by_page[raw.to(slots.device)].flatten(), rest[raw])]
+            copies.append(self.to_store(by_page[packed.to(slots.device)].flatten(), pages[packed], None))
+        return [*copies, self.to_store(by_page[raw.to(slots.device)].flatten(), pages[raw], rest[raw])]
 
     def to_store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None) -> PageCopy:
-        return self._one_copy(pages, slots) if rest is None else self._divided(pages, slots, rest)
-
-    def _one_copy(self, pages: torch.Tensor, slots: torch.Tensor) -> PageCopy:
-        return PageCopy(self.mover, (Place(pages.numpy(), 0, self.mover.ends[-1]),), slots)
-
-    def _divided(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor) -> PageCopy:
-        place_bytes, page_bytes = self.mover.ends[-1], self._raw.ends[-1]
-        places = Place(pages.numpy(), 0, place_bytes), Place(rest.numpy(), place_bytes, page_bytes)
-        return PageCopy(self._raw, places, slots)
+        """The copy of pages that are all packed, or, with `rest`, all raw."""
+        mover, place_bytes = self.mover if rest is None else self._raw, self.mover.ends[-1]
+        page_bytes = mover.ends[-1]
+        places: tuple[Place, ...] = (Place(pages.numpy(), 0, place_bytes),)
+        if rest is not None:
+            places = (*places, Place(rest.numpy(), place_bytes, page_bytes))
+        return PageCopy(mover, places, slots, len(pages), len(pages) * page_bytes)
 
 
 def gather(
@@ -107,7 +96,3 @@ def gather(
     else:
         assert misfits is not None, "packed pages may not fit"
         mover.gather(slots, staging, first_layer, num_layers, misfits)
-
-
-def num_bytes_of(copies: Sequence[PageCopy]) -> int:
-    return sum(copy.num_bytes for copy in copies)

@@ -142,6 +142,10 @@ class CacheComponent(ABC):
         """The slots or states that the transfer moves for a device value."""
         return value
 
+    def host_rows(self, rows: Rows) -> Rows:
+        """The rows on the host of pages of the tree; `NO_ROW` for a page without one."""
+        return self.pages.table.find(self.tree.names.of_component(self.name, self.tree.table.keys_of(rows)))
+
     # Evict
 
     @property

@@ -44,6 +44,9 @@ class FullAttention(CacheComponent):
         )
         self._lost = count("evict.device_lost_tokens", f"{of} {lost}", family, tier="device", outcome="lost")
 
+    def host_rows(self, rows: Rows) -> Rows:
+        return rows  # the tiers share them
+
     def alloc(self, num_slots: int) -> torch.Tensor:
         """`num_slots` free slots, in whole device pages, without window slots."""
         slots = self._slots.alloc(num_slots)
