@@ -330,7 +330,7 @@ class Admit:
         slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
         rows = tree.path_rows(lease.node, start)
         if len(rows):
-            lease.write(start, full.resident.value(rows))
+            lease.write(start, full.resident.value(rows, is_kept=False))
         staged = None if self.staged is None else self.staged.of(lease.request_id)
         loaded = to_load[FULL].rows if FULL in to_load else NO_ROWS
         tree.begin_use(np.concatenate((rows, loaded)), is_new=staged is None)

@@ -13,9 +13,11 @@ import torch
 
 from hicache.pages.order import EvictionOrder
 from hicache.pages.policy import RankPolicy
-from hicache.pages.table import NO_ROWS, Columns, Mask, PageTable, Rows
+from hicache.pages.table import NO_ROWS, Columns, Index, Mask, PageTable, Rows
+from hicache.tiers import own
 
 _NO_SLOTS = torch.empty(0, 1, dtype=torch.int64)
+_MANY = 16  # pages from which on a slice of their slots saves more than the search for it takes
 
 
 class DevicePages(Columns):
@@ -46,7 +48,7 @@ class DevicePages(Columns):
         self.table, self.size, self._full, self._shares_slots = table, size, full, shares_slots
         self.num_held = 0
         self._slots = _NO_SLOTS  # int64 `[place, size]`, on the device of the first value
-        self._free_places, self._num_free = NO_ROWS, 0  # a stack
+        self._free_places, self._first_free = NO_ROWS, 0  # a stack: free places from an index to the end
         table.add_columns(self)
         self.order = EvictionOrder(table, policy, is_linked=full is None)
 
@@ -66,14 +68,15 @@ class DevicePages(Columns):
         """All pages of the device, in no order."""
         return np.flatnonzero(self.order.is_held)
 
-    def value(self, rows: Rows) -> torch.Tensor:
-        """A copy of the slots or states of these pages, which the device has, int64."""
+    def value(self, rows: Rows, *, is_kept: bool = True) -> torch.Tensor:
+        """The slots or states of these pages, which the device has, int64. `is_kept`: False if the caller drops the
+        tensor before the device gets or loses a page; then it may be a view."""
         if self._full is not None and self._shares_slots:
-            return self._full.value(rows)
-        is_many = len(rows) >= self.table.many
-        places = self.table.span(self.place[self.table.span(rows)]) if is_many else self.place[rows]
+            return self._full.value(rows, is_kept=is_kept)
+        places = self._index(self.place[rows])
         if isinstance(places, slice):
-            return self._slots[places].flatten().clone()
+            found = self._slots[places].view(-1)
+            return own(found) if is_kept else found
         if self._slots.is_cpu:
             return torch.from_numpy(self._slots.numpy()[places].reshape(-1))
         return self._slots[self._ids(places)].view(-1)
@@ -91,10 +94,6 @@ class DevicePages(Columns):
     @property
     def total(self) -> int:
         return self.num_held * self.size
-
-    def uses_of(self, rows: Rows) -> npt.NDArray[np.floating]:
-        """See `RankPolicy.uses_of`."""
-        return self.order.policy.uses_of(self.order.at, rows)
 
     # Events
 
@@ -115,8 +114,8 @@ class DevicePages(Columns):
         self.num_held -= len(rows)
         self.order.leave(rows)
         if not self._shares_slots:
-            self._free_places[self._num_free : self._num_free + len(rows)] = self.place[rows]
-            self._num_free += len(rows)
+            self._first_free -= len(rows)
+            self._free_places[self._first_free : self._first_free + len(rows)] = self.place[rows]
 
     def use(self, rows: Rows) -> None:
         """Record that a request used those of these pages that the device has."""
@@ -147,13 +146,12 @@ class DevicePages(Columns):
     # Inside
 
     def _write(self, rows: Rows, value: torch.Tensor) -> None:
-        if len(rows) > self._num_free:
+        if self._first_free + len(rows) > len(self._free_places):
             self._make_places(len(rows), value)
-        self._num_free -= len(rows)
-        free = self._free_places[self._num_free : self._num_free + len(rows)]
-        is_many = len(rows) >= self.table.many
-        self.place[self.table.span(rows) if is_many else rows] = free
-        places = self.table.span(free) if is_many else free
+        free = self._free_places[self._first_free : self._first_free + len(rows)]
+        self._first_free += len(rows)
+        self.place[self.table.span(rows) if len(rows) >= self.table.many else rows] = free
+        places = self._index(free)
         if self._slots.is_cpu:
             self._slots.numpy()[places] = value.numpy().reshape(-1, self.size)
         else:
@@ -163,11 +161,18 @@ class DevicePages(Columns):
     def _make_places(self, num_places: int, value: torch.Tensor) -> None:
         """Double the places, or add `num_places` if these are more."""
         before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
-        num_new = max(num_places, len(before))
-        self._slots = torch.cat((before, before.new_zeros(num_new, self.size)))
-        free, self._free_places = self._free_places[: self._num_free], np.empty(len(self._slots), np.int64)
-        self._num_free += num_new
-        self._free_places[: self._num_free] = np.append(free, np.arange(len(before), len(self._slots)))
+        self._slots = torch.cat((before, before.new_zeros(max(num_places, len(before)), self.size)))
+        free = np.concatenate((self._free_places[self._first_free :], np.arange(len(before), len(self._slots))))
+        self._free_places, self._first_free = np.empty(len(self._slots), np.int64), len(self._slots) - len(free)
+        self._free_places[self._first_free :] = free
+
+    @staticmethod
+    def _index(places: Rows) -> Index:
+        """The same places as a slice if they are consecutive."""
+        num_places = len(places)
+        if num_places < _MANY or places[-1] - places[0] != num_places - 1 or (np.diff(places) != 1).any():
+            return places
+        return slice(int(places[0]), int(places[-1]) + 1)
 
     def _ids(self, places: Rows) -> torch.Tensor:
         """Places as a tensor on the device of the slots, without a wait."""

@@ -152,11 +152,9 @@ class PageHasher:
 
     def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
         """Keys of the whole pages in `tokens`, given the key of the page before them (or the seed)."""
-        step = self.page_size * _ITEM
-        raw = bytes_of(tokens.astype("<i8", copy=False))
-        keys = []
-        for start in range(0, len(raw) - step + 1, step):
-            previous = hashlib.sha256(previous + raw[start : start + step]).digest()
-            keys.append(previous)
+        step, sha256 = self.page_size * _ITEM, hashlib.sha256
+        raw = tokens.astype("<i8", copy=False).tobytes()
+        starts = range(0, len(raw) - step + 1, step)
+        keys = [previous := sha256(previous + raw[start : start + step]).digest() for start in starts]
         self.pages_hashed += len(keys)
         return keys

@@ -23,6 +23,7 @@ Names = npt.NDArray[np.uint64]
 NO_ROW = -1
 NO_ROWS: Rows = np.empty(0, np.int64)
 _LEAST_ROWS = 64
+_RUN_ROWS = 256  # rows of a path that are examined together
 _NAME = "S8"  # numpy type of the bytes of a key in its name; a key has more bytes
 
 
@@ -221,10 +222,20 @@ class PageTable(Columns):
         found, previous_of, age_of, seen_of = list[int](), self.previous.item, self.age.item, seen.age.item
         for last in new[:num_walked].tolist():
             start, row = len(found), last
-            while row >= 0 and (age := age_of(row)) != seen_of(row):
+            while row >= 0 and age_of(row) != seen_of(row):
+                before = previous_of(row)
+                if before == row - 1 >= 0:  # a run of rows, each behind the row with the number before its own
+                    first = max(0, row - _RUN_ROWS)
+                    has_end = self.previous[first + 1 : row + 1] != self.numbers[first:row]
+                    has_end |= seen.age[first:row] == self.age[first:row]
+                    ends = has_end.nonzero()[0]
+                    first += int(ends[-1]) + 1 if len(ends) else 0
+                    found.extend(range(row, first, -1))
+                    seen.age[first : row + 1] = self.age[first : row + 1]
+                    row, before = first, previous_of(first)
                 found.append(row)
-                seen.age[row] = age
-                row = previous_of(row)
+                seen.age[row] = self.age[row]
+                row = before
             found[start:] = found[start:][::-1]
         rest = new[num_walked:]
         seen.age[rest] = self.age[rest]

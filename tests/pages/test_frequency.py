@@ -74,9 +74,10 @@ def test_a_use_counts_when_it_is_reported() -> None:
     tree.begin_use(rows)
     pages.order.expect(rows, 1)
     pages.order.expect(rows, -1)
-    assert pages.uses_of(rows) == 1
+    order = pages.order
+    assert order.policy.uses_of(order.at, rows) == 1
     pages.use(rows)
-    assert pages.uses_of(rows) == pytest.approx(2)
+    assert order.policy.uses_of(order.at, rows) == pytest.approx(2)
 
 
 def test_no_priority_lasts_for_ever() -> None:
