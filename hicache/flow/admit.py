@@ -14,22 +14,47 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
+from hicache.errors import (
+    ExchangePending,
+    OutOfRows,
+    OutOfSlots,
+    OutOfStates,
+    PrefetchPending,
+    PromptTooLong,
+    ResourceExhausted,
+    TransferBusy,
+)
 from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.cost import LoadEstimate
-from hicache.flow.counters import AdmitCounters
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.movement import PromptRows
 from hicache.flow.prompt import Prompts
 from hicache.flow.staged_load import StagedLoad
+from hicache.metrics import Metrics
 from hicache.pages.key import Tokens
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.pages.tree import Expectation
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.transfer.counter import NUM_PRODUCERS
+
+_REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
+    OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
+    OutOfRows: ("out_of_rows", "no row of the request table is free"),
+    OutOfStates: ("out_of_states", "too few recurrent states are free or evictable"),
+    TransferBusy: ("transfer_busy", "as many loads are in flight as may be"),
+    PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
+    ExchangePending: ("exchange_pending", "what has to leave for it was on its way to the host"),
+}
+_REFUSED = "admissions refused for now"
+_HITS = {
+    "device": "were on the device",
+    "host": "were loaded from the host",
+    "disk": "a prefetch had brought from the disk",
+    "remote": "a prefetch had brought from the remote tier",
+}
 
 
 @dataclass(frozen=True)
@@ -52,9 +77,31 @@ class Admit:
     def __init__(self, context: EngineContext, prompts: Prompts, copies: Copies) -> None:
         self._context, self._prompts, self._copies = context, prompts, copies
         self.staged = StagedLoad(context, copies) if context.exclusive is not None else None
-        self._counters = AdmitCounters(context.metrics)
         self._expectations: dict[str, _Expected] = {}
-        context.metrics.gauge(
+        self._register(context.metrics)
+
+    def _register(self, metrics: Metrics) -> None:
+        count = metrics.counter
+        self._requests = count("admit.requests", "prompts admitted, each once")
+        self._uncounted = count(
+            "admit.uncounted_requests",
+            "admissions of no new prompt: again after a preemption, further answers, warm-up",
+        )
+        self._uncounted_hits = count("admit.uncounted_hit_tokens", "tokens that these found cached, which are no hits")
+        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
+        self._hits = [
+            count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
+            for tier, how in _HITS.items()
+        ]
+        self._computed = count(
+            "admit.computed_tokens", "tokens of admitted prompts that no tier provided when they were admitted"
+        )
+        self._refused = {
+            error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
+            for error, (reason, why) in _REFUSALS.items()
+        }
+        metrics.gauge("admit.hit_ratio", "share of prompt tokens that were hit, since the start", self._hit_ratio)
+        metrics.gauge(
             "admit.expected_requests",
             "queued requests whose prefixes are evicted last",
             lambda: len(self._expectations),
@@ -75,14 +122,11 @@ class Admit:
                     raise
                 self.staged.advance()
             except ResourceExhausted:
-                if not self._reclaim(request.request_id):
+                # Apply the copies that have ended, and take the capacity that is ready for another request.
+                has_landed = self._copies.poll()
+                has_ended = self.staged is not None and self.staged.end_ready(request.request_id)
+                if not (has_landed or has_ended):
                     raise
-
-    def _reclaim(self, request_id: str) -> bool:
-        """Before a request is refused: apply the copies that have ended, and take the capacity that is ready for
-        another request. Whether the request may fit now."""
-        has_landed = self._copies.poll()
-        return (self.staged is not None and self.staged.end_ready(request_id)) or has_landed
 
     def _acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
         context = self._context
@@ -96,7 +140,7 @@ class Admit:
                 raise self._shortage(component, component.needed(admission))
         if not context.req_to_token.available_size():
             raise OutOfRows(context.config.max_requests)
-        if admission.loads and not self._copies.can_load():
+        if any(admission.to_load.values()) and not self._copies.can_load():
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._copies.has_failed(admission.match.rows):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
@@ -111,12 +155,16 @@ class Admit:
                     lease.keys = located.prompt.keys
                     is_used = self.staged is None or self.staged.of(request.request_id) is None
                     to_load = self._copies.hold(admission, located, held, is_used=is_used)
-                self._make_available(admission)
-                self._take_row(lease, admission)
+                for component in context.components:
+                    if not self._copies.make_available(component, component.needed(admission)):
+                        raise self._shortage(component, component.needed(admission))
+                if context.req_to_token.alloc([lease]) is None:
+                    raise OutOfRows(context.config.max_requests)
+                lease.tree_len = lease.held_len = admission.device_len
                 lease.hit = self._fill(lease, admission, located, to_load, held)
             self._copies.backup_wanted(lease.node)
             self._copies.count_decision(estimate)
-            self._counters.admitted(lease)
+            self._count_admitted(lease)
             undo.pop_all()
         return lease
 
@@ -149,7 +197,7 @@ class Admit:
             undo.pop_all()
         lease.hit += hit
         self._copies.backup_wanted(lease.node)
-        self._counters.hit(lease, hit)
+        self._count_hit(lease, hit)
         return hit
 
     def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
@@ -163,8 +211,9 @@ class Admit:
         return min(usable, match.full_len), usable, located
 
     def refused(self, error: ResourceExhausted) -> None:
-        """An admission was refused with `error`."""
-        self._counters.refused(error)
+        """Count an admission that was refused with `error`."""
+        for kind, counter in self._refused.items():
+            counter.value += isinstance(error, kind)
 
     def expect(self, request_id: str, tokens: Tokens, namespace: str) -> int:
         """See `CacheEngine.expect`."""
@@ -281,19 +330,8 @@ class Admit:
         page_size = self._context.tree.page_size
         return (num_tokens - 1) // page_size * page_size
 
-    def _make_available(self, admission: Admission) -> None:
-        for component in self._context.components:
-            if not self._copies.make_available(component, component.needed(admission)):
-                raise self._shortage(component, component.needed(admission))
-
     def _shortage(self, component: CacheComponent, needed: int) -> ResourceExhausted:
         return component.shortage(needed, self._copies.num_in_flight(component.name))
-
-    def _take_row(self, lease: Lease, admission: Admission) -> None:
-        """The lease holds what it has got, also where the rest raises."""
-        if self._context.req_to_token.alloc([lease]) is None:
-            raise OutOfRows(self._context.config.max_requests)
-        lease.tree_len = lease.held_len = admission.device_len
 
     def _take_slots(self, lease: Lease, num_slots: int, num_loaded: int = 0) -> torch.Tensor:
         """Take `num_slots` slots behind the slots of the lease. A load will write to the first `num_loaded`."""
@@ -359,3 +397,24 @@ class Admit:
         ahead = length - lease.node.depth_tokens
         self._context.tree.lock(lease.node)
         self._context.tree.unlock(lease.node, ahead)
+
+    def _count_admitted(self, lease: Lease) -> None:
+        """Count an admitted prompt."""
+        if lease.request.is_counted:
+            self._requests.value += 1
+            self._prompt.value += lease.prompt_len
+            self._computed.value += lease.prompt_len - lease.cached_len
+        else:
+            self._uncounted.value += 1
+        self._count_hit(lease, lease.hit)
+
+    def _count_hit(self, lease: Lease, hit: Hit) -> None:
+        """Count tokens that an admitted request need not compute."""
+        if not lease.request.is_counted:
+            self._uncounted_hits.value += hit.tokens
+            return
+        for counter, tokens in zip(self._hits, (hit.device, hit.host, hit.disk, hit.remote), strict=True):
+            counter.value += tokens
+
+    def _hit_ratio(self) -> float:
+        return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)

@@ -154,7 +154,7 @@ class Commit:
             tree.raise_priority(inserted.node, lease.priority)
         if context.exclusive is not None:
             context.exclusive.came_above(inserted.gained)  # was computed though the host had it
-        if not lease.session_end:
+        if not lease.request.session_end:
             self._copies.backup_wanted(inserted.node, len(inserted.gained))
 
     # Hints
@@ -170,20 +170,20 @@ class Commit:
         """Apply the hints of a request that ends, after it has unlocked and used its prompt. `on_host`: the host's rows
         of the prompt, empty without a host. Returns how many pages of the prompt may be used again."""
         num_pages = lease.node.depth_tokens // self._context.tree.page_size
-        if lease.session_end:
+        if lease.request.session_end:
             return num_pages - self._end_session(lease)
-        if lease.expected_uses is not None:
-            self._context.tree.expect_uses(lease.node, lease.expected_uses)
+        if lease.request.expected_uses is not None:
+            self._context.tree.expect_uses(lease.node, lease.request.expected_uses)
             for name, rows in on_host.items():
-                self._context.by_name[name].pages.expect_uses(rows, lease.expected_uses)
-        if lease.next_turn_within_s is not None:
-            self._keep(lease, on_host, lease.next_turn_within_s)
+                self._context.by_name[name].pages.expect_uses(rows, lease.request.expected_uses)
+        if lease.request.next_turn_within_s is not None:
+            self._keep(lease, on_host, lease.request.next_turn_within_s)
         return num_pages
 
     def _end_session(self, lease: Lease) -> int:
         """Returns how many pages at the end of the prompt are the session's alone."""
         context, tree = self._context, self._context.tree
-        rows = tree.alone_rows(lease.node, max(lease.branch_points, default=0))
+        rows = tree.alone_rows(lease.node, max(lease.request.branch_points, default=0))
         tree.end_session(rows)
         for component in context.components if context.has_host else ():
             component.pages.end_session(component.host_rows(rows))

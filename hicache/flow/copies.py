@@ -567,7 +567,7 @@ class Copies(Movement):
             # An optional component requires no page, but may load some.
             first = min(component.first_required(end), pages[0] if pages else end)
             if is_used and component.name != FULL:  # of full pages the table has one count for both tiers
-                component.pages.count_hit(located.rows_of(component, range(first, end)).rows)
+                component.pages.table.hits[located.rows_of(component, range(first, end)).rows] += 1
             if pages:
                 to_load[component.name] = found = located.rows_of(component, pages)
                 component.pages.lock(found.rows)

@@ -158,8 +158,6 @@ class Lease:
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
         self.request, self.request_id, self.namespace = request, request.request_id, request.namespace
         self.prompt_len, self.priority = len(request.tokens), request.priority
-        self.branch_points, self.expected_uses = request.branch_points, request.expected_uses
-        self.session_end, self.next_turn_within_s = request.session_end, request.next_turn_within_s
         self.tokens = TokenRun(request.tokens)
         self.node = node
         self.keys: list[bytes] = []

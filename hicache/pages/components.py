@@ -87,15 +87,6 @@ class FullComponent(TreeComponent):
     def first_required(self, end: int) -> int:
         return 0
 
-    def required_from(self, node: TreeNode, ahead: int = 0) -> int:
-        return 0
-
-    def lock_from(self, node: TreeNode, ahead: int) -> int:
-        return 0
-
-    def unlock_from(self, node: TreeNode, ahead: int) -> int:
-        return 0
-
 
 class MambaComponent(TreeComponent):
     """Recurrent states: a state `[1]` has consumed exactly the tokens up to the end of its page."""

@@ -49,6 +49,7 @@ class DevicePages(Columns):
         self.num_held = 0
         self._slots = _NO_SLOTS  # int64 `[place, size]`, on the device of the first value
         self._free_places, self._first_free = NO_ROWS, 0  # a stack: free places from an index to the end
+        self._numbers = NO_ROWS  # all places in order
         table.add_columns(self)
         self.order = EvictionOrder(table, policy, is_linked=full is None)
 
@@ -162,17 +163,17 @@ class DevicePages(Columns):
         """Double the places, or add `num_places` if these are more."""
         before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
         self._slots = torch.cat((before, before.new_zeros(max(num_places, len(before)), self.size)))
-        free = np.concatenate((self._free_places[self._first_free :], np.arange(len(before), len(self._slots))))
+        self._numbers = np.arange(len(self._slots))
+        free = np.concatenate((self._free_places[self._first_free :], self._numbers[len(before) :]))
         self._free_places, self._first_free = np.empty(len(self._slots), np.int64), len(self._slots) - len(free)
         self._free_places[self._first_free :] = free
 
-    @staticmethod
-    def _index(places: Rows) -> Index:
+    def _index(self, places: Rows) -> Index:
         """The same places as a slice if they are consecutive."""
-        num_places = len(places)
-        if num_places < _MANY or places[-1] - places[0] != num_places - 1 or (np.diff(places) != 1).any():
+        if len(places) < _MANY or places[-1] - places[0] != len(places) - 1:
             return places
-        return slice(int(places[0]), int(places[-1]) + 1)
+        at = slice(int(places[0]), int(places[-1]) + 1)
+        return at if (places == self._numbers[at]).all() else places
 
     def _ids(self, places: Rows) -> torch.Tensor:
         """Places as a tensor on the device of the slots, without a wait."""

@@ -196,7 +196,7 @@ class EvictionOrder(Columns):
         self.at.note_use(at, len(rows))
         locks = self.locks[at]
         self.policy.use(self.at, rows[locks == 0] if locks.any() else rows)
-        self._rank(rows)
+        self.rank_again(rows)
         if self._ranks is not None and len(again := rows[self.class_[at] == _FIRST_OUT]):
             self.set_first_out(again)
 
@@ -244,7 +244,7 @@ class EvictionOrder(Columns):
     def expect_uses(self, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
         """Announce `num_uses` uses of pages that the tier has. Only the policy `auto` counts them."""
         self.policy.expect_uses(self.at, rows, num_uses)
-        self._rank(rows)
+        self.rank_again(rows)
 
     def raise_priority(self, rows: Rows, priority: int) -> None:
         """Raise the priority of these pages to that of a request that uses them."""
@@ -252,10 +252,6 @@ class EvictionOrder(Columns):
         if len(lower):
             self.table.priority[lower] = priority
             self.rank_again(lower)
-
-    def rank_again(self, rows: Rows) -> None:
-        """Rank held pages again after a change of their hits or priorities."""
-        self._rank(rows)
 
     def end_session(self, rows: Rows) -> None:
         """Evict these pages before plain ones until a request uses them."""
@@ -295,7 +291,7 @@ class EvictionOrder(Columns):
         """The next pages to be evicted, between 1 and `num_rows`; none if no page may be evicted. The caller makes
         each `leave` before the next call."""
         if self._generation != self.policy.generation:
-            self._rank_again()
+            self._rank_all()
         if self.num_evictable <= _SMALL:
             self._end_batch()
         if self._late:
@@ -332,7 +328,7 @@ class EvictionOrder(Columns):
     def leaving(self) -> Rows:
         """All evictable pages in the order of their eviction if nothing changes."""
         if self._generation != self.policy.generation:
-            self._rank_again()
+            self._rank_all()
         return self._in_order(np.flatnonzero(self.is_held & (self.locks == 0))).rows
 
     def num_shared(self, rows: Rows) -> int:
@@ -369,9 +365,10 @@ class EvictionOrder(Columns):
         """Count pages that have become evictable."""
         self.num_evictable += len(rows)
         self.policy.enter(self.at, rows)
-        self._rank(rows)
+        self.rank_again(rows)
 
-    def _rank(self, rows: Rows) -> None:
+    def rank_again(self, rows: Rows) -> None:
+        """Rank pages, which are held unless they are locked, after a change of their uses, hits or priorities."""
         ranks = self.policy.ranks(self.at, rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         column = self.key if self._ranks is None else self._ranks.rank
@@ -389,12 +386,12 @@ class EvictionOrder(Columns):
         """The rows of the pages that may be evicted only after these; `NO_ROW` for none."""
         return self.table.previous[rows] if self._is_linked else np.full(len(rows), NO_ROW)
 
-    def _rank_again(self) -> None:
+    def _rank_all(self) -> None:
         """Rank all pages: the policy has changed all ranks."""
         self._generation = self.policy.generation
         held = np.flatnonzero(self.is_held)
         self._end_batch()
-        self._rank(held)
+        self.rank_again(held)
 
     def _end_hints(self, rows: Rows) -> None:
         kept = rows[self.keep[rows] > 0]

@@ -222,7 +222,8 @@ class TierPages(Columns):
         if (self.expected_uses[came] != 1.0).any():
             self._apply_expected_uses(came)
         if self.is_exclusive and (above := came[self.has(came, ABOVE)]).size:
-            self._count_first_out(above)
+            self.num_first_out += len(above)
+            self.order.set_first_out(above)
         return came
 
     def abandon(self, rows: Rows) -> None:
@@ -281,10 +282,6 @@ class TierPages(Columns):
         self.order.unlock(rows)
         if self.num_raw:
             self.num_raw_evictable += self._num_raw_unlocked(rows)
-
-    def count_hit(self, rows: Rows) -> None:
-        """Count a request that uses these pages on any tier. The order ranks them when it ends, see `use`."""
-        self.table.hits[rows] += 1
 
     def use(self, rows: Rows) -> None:
         """Record the end of a request that used these consecutive pages of its prompt, which the tier has."""
@@ -474,10 +471,6 @@ class TierPages(Columns):
 
     def _num_raw_unlocked(self, rows: Rows) -> int:
         return int(np.count_nonzero(self.has(rows, RAW) & self.has(rows) & (self.order.locks[rows] == 0)))
-
-    def _count_first_out(self, rows: Rows) -> None:
-        self.num_first_out += len(rows)
-        self.order.set_first_out(rows)
 
     def _apply_expected_uses(self, rows: Rows) -> None:
         """Count the expected uses of pages that have landed."""

@@ -87,7 +87,7 @@ class RadixTree(Columns):
                 shares_slots=component.shares_full_slots,
             )
         self._full, self._windows = self.pages[FULL], self.pages.get(SWA)
-        self._all = tuple(zip(self.components, self.pages.values(), strict=True))
+        self._others = tuple(zip(components, [*self.pages.values()][1:], strict=True))
         self._by_name = {component.name: component for component in self.components}
         self._reads_names = self._full.order.policy.reads_names
         self._new_node, self._is_below, self._goes_below = node_type, is_below, goes_below
@@ -327,13 +327,19 @@ class RadixTree(Columns):
     def lock(self, node: TreeNode, ahead: int = 0) -> None:
         """Lock the prefix up to `node`, with its windows and states, for a prefix that ends `ahead` tokens behind
         `node`."""
-        for component, pages in self._all if node.parent is not None else ():
+        if node.parent is None:
+            return
+        self._full.lock(self.path_rows(node))
+        for component, pages in self._others:
             pages.lock(self.path_rows(node, component.lock_from(node, ahead)))
 
     def unlock(self, node: TreeNode, ahead: int = 0) -> None:
         """Release one lock. This does not count as a use, see `touch`."""
-        for component, pages in reversed(self._all) if node.parent is not None else ():
+        if node.parent is None:
+            return
+        for component, pages in reversed(self._others):
             pages.unlock(self.path_rows(node, component.unlock_from(node, ahead)))
+        self._full.unlock(self.path_rows(node))
 
     def move_lock(self, old: TreeNode, new: TreeNode, ahead: int = 0) -> None:
         """Move a lock from `old`, with `ahead`, to `new`, which continues the prefix. Only the pages between the two
@@ -343,12 +349,10 @@ class RadixTree(Columns):
             self.lock(new, left)
             self.unlock(old, ahead)
             return
-        for component, pages in self._all:
-            if component.name == FULL:
-                pages.lock(self.path_rows(new, old.depth_tokens))
-            else:
-                pages.lock(self.path_rows(new, component.lock_from(new, left)))
-                pages.unlock(self.path_rows(old, component.unlock_from(old, ahead)))
+        self._full.lock(self.path_rows(new, old.depth_tokens))
+        for component, pages in self._others:
+            pages.lock(self.path_rows(new, component.lock_from(new, left)))
+            pages.unlock(self.path_rows(old, component.unlock_from(old, ahead)))
 
     def locked_rows(self, name: Component, node: TreeNode, ahead: int = 0) -> Rows:
         """The pages of a component that a lock covers."""
@@ -388,9 +392,9 @@ class RadixTree(Columns):
     def keep(self, node: TreeNode, until_s: float, limits: Mapping[Component, float]) -> None:
         """Evict the values that the prefix ending with `node` needs after plain ones until a deadline. This is no lock.
         `limits`: sizes that each component keeps at most, see `EvictionOrder.keep_until`."""
-        for component, pages in self._all:
-            rows = pages.held(self.path_rows(node, component.required_from(node)))
-            pages.order.keep_until(rows, until_s, limits[component.name] / pages.size)
+        for name, pages in self.pages.items():
+            rows = pages.held(self.required_rows(name, node))
+            pages.order.keep_until(rows, until_s, limits[name] / pages.size)
 
     def expire(self, now_s: float) -> None:
         """End the hints whose deadline has passed."""
@@ -409,7 +413,7 @@ class RadixTree(Columns):
         """Record in the eviction orders that a request used the prefix that ends with `node`. The first windows of a
         node are evicted first: no match at its end needs them."""
         self._full.use(self.path_rows(node))
-        for component, pages in self._all[1:]:
+        for component, pages in self._others:
             pieces = self._pieces(node, component.required_from(node))
             pages.use(_joined([piece[::-1] for piece in pieces]))
 
@@ -589,7 +593,7 @@ class RadixTree(Columns):
         if self._full.order.locks[leaf.rows[-1]]:
             return 0
         most = 0
-        for component, pages in self._all[1:]:
+        for component, pages in self._others:
             has = pages.has(leaf.rows)
             is_needed = not has[-1] and component.first_required(leaf.depth_tokens) < leaf.depth_tokens
             if is_needed and not (self._is_below is not None and self._is_below(leaf, component.name)):

@@ -126,7 +126,7 @@ class Model:
 
     def use(self) -> None:
         rows = self.tier.held(prompt_of(self.dice, self.texts))
-        self.tier.count_hit(rows)
+        self.tier.table.hits[rows] += 1
         self.tier.use(rows)
         self.tier.order.raise_priority(rows, self.dice.randrange(3))
 

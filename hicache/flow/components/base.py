@@ -84,10 +84,6 @@ class Admission:
     num_own: int
     to_load: Mapping[Component, Sequence[int]]
 
-    @property
-    def loads(self) -> bool:
-        return any(self.to_load.values())
-
 
 PageTest = Callable[["CacheComponent", int], bool]
 """Whether page `index` of a prompt is somewhere."""

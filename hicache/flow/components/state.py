@@ -95,7 +95,7 @@ class RecurrentState(CacheComponent):
         at the request's branch points, and at 1, 2, 4, ... times `mamba_prefill_interval`: a second prompt that shares
         a prefix hits at least half of it."""
         step, interval = self._step, self.config.mamba_prefill_interval
-        points = [lease.prompt_len - 1, lease.branching_len, *lease.branch_points]
+        points = [lease.prompt_len - 1, lease.branching_len, *lease.request.branch_points]
         if interval:
             points.append(interval << (start // interval).bit_length())
         stops = (point // step * step for point in points)
