@@ -42,13 +42,14 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
-from hicache.flow.movement import Movement, settle
+from hicache.flow.movement import Load, Movement, settle
 from hicache.flow.prompt import Prompts
 from hicache.flow.reads import Prefetcher, look_up
 from hicache.flow.stop import flush, store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
 from hicache.flow.validation import (
     valid_count,
+    valid_interval,
     valid_mode,
     valid_namespace,
     valid_number,
@@ -441,7 +442,7 @@ class CacheEngine:
         it reaches pages of an overlapped prefetch.
         """
         self._held((lease,))
-        start, end = valid_count("start", start), valid_count("end", end)
+        start, end = valid_interval(start, end)
         for component in self._context.components:
             end = component.next_stop(lease, start, end)
         return end if self._prefetcher is None else self._prefetcher.overlap.next_stop(lease, start, end)
@@ -460,7 +461,9 @@ class CacheEngine:
         `commit` may have replaced slots of the lease by those of another request, and a pass of other leases waits for
         other loads. If a pass raised any error, release the leases of a hybrid model: their states may have advanced.
         """
-        loads = {load for lease in self._held(leases) for load in lease.loads}
+        loads = set[Load]()
+        for lease in self._held(leases):
+            loads.update(lease.loads)
         for component in self._context.components:
             component.counter.set_consumer([load.load_ids.get(component.name, -1) for load in loads] if loads else ())
 

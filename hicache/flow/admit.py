@@ -309,21 +309,25 @@ class Admit:
     ) -> tuple[int, dict[Component, Sequence[int]], LoadEstimate | None]:
         """The length of the prefix, at least `resident` tokens; the pages to be loaded for it; and the estimate of that
         load. Every component can use the prefix. A prefix that is not worth its load is not loaded."""
-        page, components = self._context.tree.page_size, self._context.components
-
-        def to_load(end: int) -> dict[Component, Sequence[int]]:
-            return {component.name: component.pages_to_load(end, located) for component in components}
-
-        end, estimate = located.last_end(located.host_end, resident // page, located.in_memory), None
-        if any(component.leaving for component in components) and located.coming_end(end) > end:
-            raise ExchangePending("pages of this prompt are on their way to the host: poll() until they are there")
+        page, estimate = self._context.tree.page_size, None
+        end = located.last_end(located.host_end, resident // page, located.in_memory)
+        for component in self._context.components:
+            if component.leaving and located.coming_end(end) > end:
+                raise ExchangePending("pages of this prompt are on their way to the host: poll() until they are there")
         if end * page > resident:
-            pages = to_load(end)
-            num_bytes = sum(len(pages[component.name]) * component.host.page_bytes for component in components)
+            to_load, num_bytes = self._to_load(located, end)
             estimate = self._copies.estimate(num_bytes, resident, end * page, num_delayed)
             if estimate.is_worth_loading():
-                return end * page, pages, estimate
-        return resident, to_load(resident // page), estimate
+                return end * page, to_load, estimate
+        return resident, self._to_load(located, resident // page)[0], estimate
+
+    def _to_load(self, located: Located, end: int) -> tuple[dict[Component, Sequence[int]], int]:
+        """The pages that a prefix of `end` pages lacks on the device, by component, and their bytes on the host."""
+        to_load, num_bytes = dict[Component, Sequence[int]](), 0
+        for component in self._context.components:
+            to_load[component.name] = pages = component.pages_to_load(end, located)
+            num_bytes += len(pages) * component.host.page_bytes
+        return to_load, num_bytes
 
     def _max_cached(self, num_tokens: int) -> int:
         """Whole pages of a prompt, less its last token, which is always computed: the caller wants its logits."""
@@ -383,7 +387,7 @@ class Admit:
             lease.read([load])
         for component in self._context.components:
             component.prepare_forward(lease, admission)
-        if not lease.node.is_root:
+        if lease.node.parent is not None:
             lease.read(self._copies.loads_of(tree.path_rows(lease.node)))
             if lease.priority:
                 tree.raise_priority(lease.node, lease.priority)

@@ -39,7 +39,7 @@ from hicache.pages.names import PromptPages
 from hicache.pages.node import TreeNode
 from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, HELD, IN_FLIGHT
-from hicache.pages.table import NO_ROW, Mask, Rows
+from hicache.pages.table import NO_ROW, NO_ROWS, Mask, Rows
 from hicache.pages.tree_results import Released
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
@@ -96,9 +96,9 @@ class Backup(Copy):
     """A copy from device to host: `pages` by component. `locked`: rows of the tree that it has locked. `named`: rows of
     full pages that keep their numbers until it ends. `end`: behind the index of the last copied page in its prompt."""
 
-    def __init__(self, locked: Mapping[Component, Rows]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.locked = locked
+        self.locked: dict[Component, Rows] = {}
         self.pages: dict[Component, _BackupPages] = {}
         self.named: list[Rows] = []
         self.end = 0
@@ -191,7 +191,7 @@ class Copies(Movement):
         if start == len(path) and len(self._context.components) > 1 and wants(table, node.rows).all():
             start -= len(node.rows)  # its full pages were copied before
         if end > start:
-            self._submit_backup(self.unsaved(path[start:end]), self._locks(path[:end], start))
+            self._submit_backup(self.unsaved(path[start:end]), path[:end], start)
 
     def backup_path(self, node: TreeNode) -> None:
         """Copy the path to `node` now, whatever the policy wants, and wait, so that its slots may be taken. A policy
@@ -201,7 +201,7 @@ class Copies(Movement):
         path = self._context.tree.path_rows(node)
         start = self._first_absent(path, 0)
         start = start if start < len(path) else len(path) - len(node.rows)
-        self._submit_backup(self.unsaved(path[start:]), self._locks(path, start))
+        self._submit_backup(self.unsaved(path[start:]), path, start)
         self.end_backups()
 
     def backup_evicted(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
@@ -209,7 +209,7 @@ class Copies(Movement):
         host lacks capacity for all, those that left last are copied, and of these the beginning. `released`: their
         values, which leave the list if they are freed when the backup has ended; they stay in it if nothing is
         copied."""
-        self._submit_backup(unsaved[::-1], {}, released)
+        self._submit_backup(unsaved[::-1], NO_ROWS, 0, released)
 
     def end_backups(self) -> None:
         """Wait for all backups, and apply them."""
@@ -248,25 +248,21 @@ class Copies(Movement):
         new = len(path) - num_new
         return min(len(path) - first_gap(lacks[::-1]), new + first_gap(~lacks[new:]))
 
-    def _locks(self, path: Rows, start: int) -> dict[Component, Rows]:
-        """The pages to lock while pages of a path from the `start`-th on are copied."""
-        locks = {FULL: path}
-        for component in self._context.components[1:]:
-            locks[component.name] = component.resident.held(path[start:])
-        return locks
-
     def _submit_backup(
-        self, unsaved: Sequence[Unsaved], locked: Mapping[Component, Rows], released: list[Released] | None = None
+        self, unsaved: Sequence[Unsaved], path: Rows, start: int, released: list[Released] | None = None
     ) -> None:
-        """Start the copies of `unsaved` pages, as far as the host has capacity. Pages `locked` stay on the device
-        meanwhile. `released`: values of pages that have left the device, which are freed when the copies end."""
+        """Start the copies of `unsaved` pages, as far as the host has capacity. `path`: a prefix that stays on the
+        device meanwhile, with the windows and states of its pages from the `start`-th on. `released`: values of pages
+        that have left the device, which are freed when the copies end."""
         if not unsaved:
             return
-        backup, leaving = Backup(locked), values_of(released) if released else {}
+        backup, leaving = Backup(), values_of(released) if released else {}
         with ExitStack() as undo:
-            for name, rows in locked.items():
-                self._context.by_name[name].resident.lock(rows)
-                undo.callback(self._context.by_name[name].resident.unlock, rows)
+            for component in self._context.components if len(path) else ():
+                resident = component.resident
+                backup.locked[component.name] = rows = path if component.name == FULL else resident.held(path[start:])
+                resident.lock(rows)
+                undo.callback(resident.unlock, rows)
             undo.callback(self._forget_named, backup)
             try:
                 for component in self._context.components:
@@ -280,7 +276,7 @@ class Copies(Movement):
                         component.leaving[backup] = component.leave(value)
                     if released:
                         released.clear()
-                    if locked and self._context.tree.table.index[locked[FULL][-1]] >= backup.end:
+                    if len(path) and self._context.tree.table.index[path[-1]] >= backup.end:
                         self._unlock_rest(backup)
 
     def _unlock_rest(self, backup: Backup) -> None:
@@ -407,8 +403,8 @@ class Copies(Movement):
 
     def _submit_raw(self, backup: Backup, raw: Mapping[CacheComponent, _BackupPages]) -> Backup:
         """Copy the pages of `backup` that do not fit packed. The new backup takes over its locks."""
-        raw_backup = Backup(backup.locked)
-        raw_backup.named = backup.named
+        raw_backup = Backup()
+        raw_backup.locked, raw_backup.named = backup.locked, backup.named
         for component, pages in raw.items():
             self._submit_pages(raw_backup, component, pages, is_raw=True)
         self._backups.append(raw_backup)
@@ -626,7 +622,9 @@ class Copies(Movement):
         """The loads in flight that bring anything of these pages, oldest first. An abandoned one brings nothing."""
         if not self._loads:
             return []
-        numbers = {*np.concatenate([each.resident.load[rows] for each in self._context.components]).tolist()}
+        numbers = set[int]()
+        for component in self._context.components:
+            numbers.update(component.resident.load[rows].tolist())
         return [load for load in self._loads if load.number in numbers]
 
     def has_failed(self, rows: Rows) -> bool:

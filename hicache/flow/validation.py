@@ -90,6 +90,13 @@ def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT, minimum: int =
     return count
 
 
+def valid_interval(start: Any, end: Any) -> tuple[int, int]:
+    """Two positions. Raises `InvalidArgument`."""
+    if type(start) is int and type(end) is int and 0 <= start <= _MAX_COUNT and 0 <= end <= _MAX_COUNT:
+        return start, end
+    return valid_count("start", start), valid_count("end", end)
+
+
 def valid_pass(num_tokens: Any, seconds: Any, mean_position: Any) -> tuple[int, float, float]:
     """Tokens, seconds and mean position of a pass. Raises `InvalidArgument`."""
     tokens = valid_count("num_tokens", num_tokens, _MAX_PASS_TOKENS)
