@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,20 +17,6 @@ from hicache.tiers import MAMBA
 from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
 from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually
-
-
-class LosingStore(PacedStore):
-    """Tells that it has the `lost` pages, and those of `lost_bytes`, and never brings them."""
-
-    lost, lost_bytes = frozenset[bytes](), 0
-
-    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
-        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
-        sizes = [len(buffer) for buffer in buffers]
-        return [
-            came and key not in self.lost and size != self.lost_bytes
-            for came, key, size in zip(ok, keys, sizes, strict=True)
-        ]
 
 
 @contextmanager
@@ -103,10 +88,11 @@ def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
     monkeypatch.setattr(
         PageHasher, "chain", lambda self, seed, tokens: hashed.append(len(tokens)) or chain(self, seed, tokens)
     )
-    store, tokens = LosingStore(store.clock), tokens_of(1)
+    tokens = tokens_of(1)
     fill(store, tokens)
     with computing(store, tokens) as (engine, handle, lease):
-        store.lost = frozenset(page_keys(engine, tokens)[-1:])
+        last_key = page_keys(engine, tokens)[-1]
+        store.loses = lambda key, _: key == last_key
         hashed.clear()
         store.allow()
         eventually(lambda: engine.poll() or handle.ended)
@@ -123,10 +109,11 @@ def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
 
 def test_reads_end_with_the_prompt(store: PacedStore) -> None:
     """A request whose last page does not come keeps nothing on the host, and no claim on it, while it decodes."""
-    store, tokens = LosingStore(store.clock), tokens_of(1)
+    tokens = tokens_of(1)
     fill(store, tokens)
     with computing(store, tokens) as (engine, handle, lease):
-        store.lost = frozenset(page_keys(engine, tokens)[-1:])
+        last_key = page_keys(engine, tokens)[-1]
+        store.loses = lambda key, _: key == last_key
         store.allow()
         eventually(lambda: engine.poll() or handle.ended)
         engine.commit(lease, tokens[: 2 * PAGE])
@@ -161,7 +148,7 @@ def test_the_computed_beginning_stays_before_the_end_that_came(store: PacedStore
 
 def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
     """The state that a hybrid prompt needs at the end does not come: no full page is read, and no page is locked."""
-    store, tokens = LosingStore(store.clock), tokens_of(1)
+    tokens = tokens_of(1)
     config = config_with_states(device_tokens=640, host_bytes=200 * PAGE * 256, max_context_len=512)
     with build_engine(config, STATES, store=store) as engine, engine.acquire(CacheRequest("fill", tokens)) as lease:
         prefill(engine, lease, tokens, STATES)
@@ -170,11 +157,12 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.overlap.least_pages = 8
         store.landed.clear()
-        store.lost_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
+        state_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
+        store.loses = lambda _, buffer: len(buffer) == state_bytes
         handle = engine.prefetch("a", tokens, overlaps=True)
         eventually(lambda: engine.poll() or handle.ended)
         assert handle.is_preemptible and handle.found_tokens == 192
-        assert sum(store.sizes) == sum(store.landed.values()) == 2
+        assert sum(store.sizes) == 2
         settled(engine)
 
 

@@ -1,7 +1,5 @@
-"""Random histories of the scheduler: every account is proved after every step, and every answer is that of no cache.
-
-See `tests/support/serving_fuzz.py`.
-"""
+"""Random histories of the scheduler (tests/support/serving_fuzz.py): all accounts hold after every step, and every
+answer is the one without a cache."""
 
 from __future__ import annotations
 
@@ -9,30 +7,34 @@ from collections import Counter
 
 import pytest
 
-from serving_fuzz import MODELS, run
+from serving_fuzz import KINDS, run
 
 
 def _assert_everything_happened(counts: Counter[str]) -> None:
-    """The histories went through what they are about."""
+    """Each kind of event occurred."""
     ends = ("length", "stop", "abort", "timeout", "preemptions", "admitted again", "interrupts")
     for what in (*ends, "device", "host", "restore.failures"):
         assert counts[what] > 0, f"no {what} in {dict(counts)}"
 
 
+@pytest.mark.parametrize("kind", ["full", "latent", "model"])
+def test_random_histories_with_stores(kind: str) -> None:
+    """As below, with a disk and a remote store."""
+    run(kind, 1, 24)
+
+
 def test_random_histories() -> None:
-    """Requests over full attention, windows and states, and of a transformer in float32, on tiny tiers that fail: all
-    answers that ended are those of no cache, the others are prefixes of them, and afterwards nobody holds anything.
-    Histories without a disk, those of even seeds, follow from their seeds and go through all that they are about."""
+    """Requests of toy models, and of a transformer in float32, on tiny tiers that fail. Each complete answer equals the
+    answer without a cache, each incomplete one is a prefix of it, and at the end no request holds anything. Histories
+    of even seeds have no stores: they follow from their seeds, and each kind of event occurs in them."""
     _assert_everything_happened(run("window", 0, 24) + run("hybrid", 0, 24))
-    for kind in ("full", "model"):
-        run(kind, 1, 24)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_requests(kind: str) -> None:
-    """A third of ten thousand requests, in histories of 60."""
+    """A quarter of about ten thousand requests, in histories of 60."""
     counts: Counter[str] = Counter()
     for seed in range(100, 156):
         counts += run(kind, seed, 60)

@@ -6,10 +6,6 @@ A store reads as many pages as a test allows between two steps, so where both me
 from __future__ import annotations
 
 import itertools
-import math
-import random
-import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,16 +14,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from component_case import LATENT, MODELS, POLICIES, config
-from disk_case import Clock, TroubledStore
+from disk_case import Clock
 from family_case import tiny_family
-from hash_runner import HashRunner, answer
-from hicache import AdvancedConfig, build_engine
 from hicache.engine import CacheEngine, CacheRequest
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.scheduler import Scheduler
-from memory_store import MemoryPageStore
 from prefetch_case import PacedStore
 from serving_case import (
     assert_released,
@@ -43,8 +35,6 @@ from waiting import eventually
 
 PAGE, CHUNK, NEW = 16, 40, 4
 NUM_PAGES = 40
-_IO_TIMEOUT_S, _STALL_S = 0.05, 0.6
-GEOMETRIES = {**MODELS, "latent": LATENT}
 FAMILIES = {"full": None, "latent": "deepseek_v3", "window": "mistral", "hybrid": "qwen3_next"}
 
 
@@ -205,105 +195,3 @@ def test_a_prompt_longer_than_the_room_on_the_host_joins_it_in_parts() -> None:
         output = _serve(engine, store, scheduler, itertools.repeat(3, 200))["a"]
         assert output.tokens == plain_greedy(model, tokens, NEW)
         assert output.hit.disk > 4 * PAGE
-
-
-class _DrawnStore(TroubledStore):
-    """Unless it is `calm`, it denies pages that it has, and reads are late, in any order, stall, fail, or find pages
-    that cannot be verified once the buffer holds them, by a draw."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(MemoryPageStore(1 << 30))
-        self._draws, self.calm = random.Random(seed), True
-
-    def contains(self, keys, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
-        has = super().contains(keys, deadline_s=deadline_s)
-        denies = not self.calm and self._draws.random() < 0.1
-        return [held and not (denies and self._draws.random() < 0.1) for held in has]
-
-    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
-        draw = 1.0 if self.calm else self._draws.random()
-        if draw < 0.03:
-            raise OSError(5, "I/O error")
-        time.sleep(_STALL_S if draw < 0.035 else 0.02 if draw < 0.05 else 0.001 if draw < 0.6 else 0.0)
-        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
-        ok = [arrived and (draw > 0.15 or self._draws.random() > 0.3) for arrived in ok]
-        for buffer, arrived in zip(buffers, ok, strict=True):
-            if not arrived:
-                buffer[:] = 0xA5
-        return ok
-
-
-def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
-    """Rounds of requests for what stores alone have, one to three at a time, some of which are aborted: how many there
-    were, and how many tokens were found beside. Each third history has a remote tier too."""
-    rng, geometry, counts = np.random.default_rng(seed), GEOMETRIES[kind], Counter[str]()
-    disk, remote = _DrawnStore(1000 + seed), None if seed % 3 else _DrawnStore(seed)
-    stores = [disk] if remote is None else [disk, remote]
-    advanced = AdvancedConfig(
-        transfer_chunk_tokens=16, disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_io_timeout_s=_IO_TIMEOUT_S
-    )
-    settings = {"device_tokens": int(rng.choice([432, 2048])), "max_context_len": 400, "window_tokens": 512}
-    settings |= {"advanced": advanced, "mamba_size": int(rng.choice([6, 16])), "host_states": int(rng.choice([4, 12]))}
-    settings |= {"host_bytes": int(rng.choice([60, 300])) * 8 * 256, "write_policy": str(rng.choice(POLICIES))}
-    with build_engine(config(**settings), geometry, store=disk, remote=remote) as engine:
-        assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.overlap.least_pages = 4
-        chunk = int(rng.choice([16, 30, 64]))
-        scheduler = Scheduler(engine, HashRunner(engine, geometry), chunk_tokens=chunk)
-        stems = [rng.integers(0, 4, 320) for _ in range(3)]
-        scheduler.run([Request(f"f{n}", stem, 1) for n, stem in enumerate(stems)])
-        for number in range(num_rounds):
-            engine.flush()
-            engine.reset(["device", "host"])
-            for store in stores:
-                store.calm = False
-            requests = dict[str, Request]()
-            for n in range(int(rng.choice([1, 1, 1, 2, 3]))):
-                stem = stems[rng.integers(3)][: rng.integers(40, 320)]
-                tokens = np.concatenate([stem, rng.integers(0, 4, rng.integers(1, 30))])
-                requests[f"{number} {n}"] = Request(f"{number} {n}", tokens, 2)
-                scheduler.submit(requests[f"{number} {n}"])
-                counts["requests"] += 1
-            abort_at = int(rng.integers(0, 30))
-            for step in itertools.count():
-                if step == abort_at:
-                    scheduler.abort(f"{number} 0")
-                for output in scheduler.step():
-                    complete = answer(requests[output.request_id])
-                    assert output.tokens == complete[: len(output.tokens)] and output.error is None
-                    assert len(output.tokens) == len(complete) or output.finish_reason == "abort"
-                    counts[output.finish_reason] += 1
-                    counts["preemptions"] += output.preemptions
-                engine.check()
-                if not scheduler.num_unfinished:
-                    break
-            for store in stores:
-                store.calm = True
-        assert_released(engine)
-        stats = engine.stats()
-        for name in ("beside_loaded_tokens", "beside_computed_tokens", "beside_requests", "lost_pages"):
-            counts[name] += int(stats[f"prefetch.{name}"])
-        return counts
-
-
-@pytest.mark.parametrize(("seed", "kind"), [*enumerate(GEOMETRIES, 1)])
-def test_random_histories(seed: int, kind: str) -> None:
-    """Over stores that answer late, stall, fail and lack pages all tokens are those of no cache, all accounts hold
-    after each step, every request ends, and nothing is left. Whether pages arrive while a request is computed depends
-    on the machine; the other tests here decide it."""
-    counts = _history(kind, seed, 6)
-    assert counts["length"] + counts["stop"] + counts["abort"] == counts["requests"] >= 6
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", GEOMETRIES)
-def test_ten_thousand_requests(kind: str) -> None:
-    """A quarter of them, at least, in histories of 60 rounds."""
-    counts = Counter[str]()
-    for seed in itertools.count(100):
-        counts += _history(kind, seed, 60)
-        if counts["requests"] >= 2500:
-            break
-    print(kind, dict(counts))
-    assert counts["beside_loaded_tokens"] > 10_000 and counts["abort"] > 100

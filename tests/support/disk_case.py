@@ -34,12 +34,14 @@ class Clock:
 
 
 class TroubledStore:
-    """A `PageStore` that passes everything on to `inner`. `trouble(verb)` runs before each call that reads or writes,
-    and may raise or wait; `calls` lists what got through: the verb and its keys, `lags` those of puts."""
+    """A `PageStore` that passes calls on to `inner`. `trouble(verb)` runs before each call that reads or writes, and may
+    raise or wait. A read reports a page as missing, and leaves other bytes in its buffer, if `loses(key, buffer)`.
+    `calls`: verb and keys of each call that reached `inner`; `lags`: of its puts."""
 
     def __init__(self, inner: PageStore) -> None:
         self.inner = inner
         self.trouble: Callable[[str], object] = lambda verb: None
+        self.loses: Callable[[bytes, PageBuffer], bool] = lambda key, buffer: False
         self.calls: list[tuple[str, tuple[bytes, ...]]] = []
         self.lags: list[float] = []
 
@@ -51,7 +53,11 @@ class TroubledStore:
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
         self._begin("get_into", keys)
-        return self.inner.get_into(keys, buffers, deadline_s=deadline_s)
+        ok = list(self.inner.get_into(keys, buffers, deadline_s=deadline_s))
+        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            if self.loses(key, buffer):
+                buffer[:], ok[index] = 0xA5, False
+        return ok
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf

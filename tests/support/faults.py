@@ -1,5 +1,5 @@
-"""Faults in every tier of one engine, by a draw: copies that take as long as it says or fail, and stores that fail
-and stall, on a clock of their own."""
+"""Random faults in every tier of one engine: copies that are late or fail, and stores that fail, stall and lose pages,
+with a clock of their own."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Faults:
     def trouble_disk(self) -> None:
         if not self.stores:
             return
-        store, draw = self.stores[self.rng.integers(len(self.stores))], self.rng.integers(4)
+        store, draw = self.stores[self.rng.integers(len(self.stores))], self.rng.integers(5)
         if draw == 0:
             gate = Gate(*self.rng.choice(["get_into", "put", "contains"], 2, replace=False))
             self.gates.append(gate)
@@ -85,7 +85,9 @@ class Faults:
         elif draw == 1:
             store.trouble = failing(OSError(5, "I/O error"), str(self.rng.choice(["get_into", "put", "contains"])))
         elif draw == 2:
-            self.clock.now_s += 11  # what is stalled is announced
+            self.clock.now_s += 11  # longer than the I/O timeout
+        elif draw == 3:
+            store.loses = lambda key, buffer: key[0] % 4 == 0
         else:
             self.heal_disk()
 
@@ -97,6 +99,7 @@ class Faults:
     def heal_disk(self) -> None:
         for store in self.stores:
             store.trouble = lambda verb: None
+            store.loses = lambda key, buffer: False
         for gate in self.gates:
             gate.open()
         self.gates.clear()

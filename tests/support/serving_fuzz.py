@@ -1,6 +1,7 @@
 """Random histories of a scheduler: requests with shared prefixes, priorities and deadlines, on tiers too small for
 them, with aborts at any moment. Callers abort, submit and raise, passes raise, copies take as long as the draw says or
-fail, and the disk fails and stalls.
+fail, and the disk and the remote store fail, stall and
+lose pages.
 
 Each prompt that was admitted counts once in hit rates, as it was first admitted, and no other does.
 The streamed tokens of a request are its output, and equal the output of the request alone, without a cache, up to its
@@ -22,7 +23,8 @@ import numpy as np
 import torch
 
 from component_case import config
-from engine_fuzz import MODELS, POLICIES
+from disk_case import TroubledStore
+from engine_fuzz import KINDS, MODELS, POLICIES
 from faults import Faults
 from hash_runner import VOCAB, HashRunner, answer
 from hicache import AdvancedConfig, DiskConfig, EngineConfig, build_engine
@@ -31,10 +33,11 @@ from hicache.errors import CallbackFailed, OutOfSlots, OutOfStates, TransferErro
 from hicache.serving import Chunk, ModelRunner, Request, RequestOutput, SamplingParams, Scheduler
 from hicache.serving.request import Runner
 from hicache.serving.sampling import choose_tokens
+from memory_store import MemoryPageStore
 from serving_case import geometry_of, plain_logits, tiny_llama
 from toy_model import flush_error
 
-GEOMETRIES = {**MODELS, "model": MODELS["full"]}
+GEOMETRIES = {**KINDS, "model": MODELS["full"]}
 _ERRORS = (CallbackFailed, OutOfSlots, OutOfStates, TransferError)
 DEVICE_TOKENS = 128
 
@@ -74,7 +77,7 @@ def _answer_of(model: Any, request: Request, draft: Sequence[int]) -> tuple[int,
 
 
 class ServingFuzz:
-    """One scheduler under one history. `folder`: for the store of an engine with a disk."""
+    """One scheduler under one history. `folder`: for the disk of an engine with stores."""
 
     def __init__(self, kind: str, seed: int, folder: Path | None) -> None:
         self.kind, self.rng = kind, np.random.default_rng([seed, len(kind)])
@@ -83,7 +86,9 @@ class ServingFuzz:
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:4]]
         self.faults = Faults(self.rng)
         with self.faults.patched():
-            self.engine = build_engine(self._settings(folder), GEOMETRIES[kind])
+            remote = TroubledStore(MemoryPageStore(1 << 20)) if folder and seed % 3 else None
+            self.faults.stores += [remote] if remote else []
+            self.engine = build_engine(self._settings(folder), GEOMETRIES[kind], remote=remote)
         self.faults.attach(self.engine)
         if (prefetcher := self.engine.inspect.prefetcher) is not None:
             prefetcher.overlap.least_pages = int(self.rng.choice([1, 4]))
@@ -214,7 +219,7 @@ class ServingFuzz:
         self.counts["preemptions"] += output.preemptions
         if output.is_counted:
             self.admitted += Counter(requests=1, prompt_tokens=len(request.tokens))
-        for tier in ("device", "host", "disk"):
+        for tier in ("device", "host", "disk", "remote"):
             self.counts[tier] += getattr(output.hit, tier)
             self.admitted[f"{tier}_hit_tokens"] += getattr(output.hit, tier)
 
@@ -255,6 +260,6 @@ class ServingFuzz:
 
 
 def run(kind: str, seed: int, num_requests: int) -> Counter[str]:
-    """One history; over a disk in each second."""
+    """One history. Odd seeds have a disk, and two of three of these a remote store."""
     with tempfile.TemporaryDirectory() as folder:
         return ServingFuzz(kind, seed, Path(folder) if seed % 2 else None).run(num_requests)
