@@ -112,7 +112,7 @@ class PageLives:
         self._calls: dict[Component, list[str]] = {component.name: [] for component in on_host}
         self._disowned: dict[Component, set[int]] = {component.name: set() for component in on_host}
         self._columns = dict[Component, list[object]]()
-        self._loaded_states = dict[Load, Location]()  # the state that a load in flight writes
+        self._targets = dict[Load, frozenset[Location]]()  # that a load in flight writes
         self._is_over = False
         self._states: dict[str, dict[Component, dict[Location, Held]]] = {tier: {} for tier in TABLES}
         self.seen, self.broken = Counter[tuple[str, str, str]](), list[str]()
@@ -167,10 +167,15 @@ class PageLives:
 
     def _look(self) -> None:
         """After a verb, at everything."""
-        for lease in self._leases:
-            if (load := lease.state_load) is not None and lease.mamba_pool_idx is not None:
-                self._loaded_states.setdefault(load, (MAMBA, int(lease.mamba_pool_idx)))
-        self._loaded_states = {load: at for load, at in self._loaded_states.items() if not load.done()}
+        states = {lease.state_load: lease.mamba_pool_idx for lease in self._leases if lease.mamba_pool_idx is not None}
+        for load in self._inspect.copies.loads:
+            if load not in self._targets:
+                ids = [(MAMBA, int(states[load]))] if load in states else []
+                for name, rows in load.brings.items():
+                    component = self._context.by_name[name]
+                    ids += [(name, at) for at in _ids(component.device_ids(component.resident.value(rows)))]
+                self._targets[load] = frozenset(ids)
+        self._targets = {load: ids for load, ids in self._targets.items() if not load.done()}
         self._leases = [lease for lease in self._leases if not lease.released]
         for component in self._context.components:
             if component.has_host:
@@ -229,9 +234,10 @@ class PageLives:
             for held in store.values():
                 if held.state == "STORING" and held.key not in locked:
                     self.broken.append(f"a page of {component} is written to a store, and may leave the host")
-        for at in self._loaded_states.values():
-            if at not in self._states["device"][MAMBA]:
-                self.broken.append(f"state {at} is free while a load writes it")
+        for name, at in {target for targets in self._targets.values() for target in targets}:
+            held = self._states["device"][name].get((name, at))
+            if held is None or held.state != ("OWNED" if name == MAMBA else "LOADING"):
+                self.broken.append(f"{at} of {name} is {held} while a load writes it")
         for lease in self._leases:
             if any((FULL, at) not in self._states["device"][FULL] for at in _ids(lease.held_slots(0, lease.held_len))):
                 self.broken.append(f"a slot that {lease.request_id} reads is free")
