@@ -21,8 +21,8 @@ from waiting import eventually
 
 Order = Callable[[CacheEngine, str, np.ndarray], None]
 LENGTH = 8 * PAGE + 1
-# Containers grow in steps of a few KiB. A prompt that is kept takes eight bytes a token: 40 of them twice this; and
-# 64 prefetches are under way at most, for which there is room after as many.
+# Containers grow in steps of a few KiB. 40 prompts of eight bytes a token would take twice this. The warm-up has more
+# requests than the 64 prefetches that may be in progress.
 NOISE_BYTES = 40 << 10
 _NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
 
@@ -137,7 +137,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_memory_does_not_grow_with_requests(order: Order) -> None:
-    """Once the tiers are full, requests with new names and new prompts add nothing to what the engine holds."""
+    """Once the tiers are full, requests with new names and new prompts do not increase the memory of the engine."""
     with build_engine(settings(host_bytes=20 * PAGE * 192), GEOMETRY, store=MemoryPageStore(1 << 13)) as engine:
         assert growth(engine, order, range(70), range(70, 110)) < NOISE_BYTES
 

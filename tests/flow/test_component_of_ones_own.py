@@ -96,8 +96,8 @@ def test_it_is_two_files() -> None:
 
 @pytest.mark.parametrize(("model", "policy"), ROWS)
 def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, policy: str) -> None:
-    """What a commit was offered is read by the request that continues its prefix, from the device, and from the host
-    after others took the device; another tenant reads nothing."""
+    """A request that continues the prefix reads the hidden state that a commit was offered, from the device, and from
+    the host after other requests filled the device. Another tenant does not find it."""
     settings = config(device=device, write_policy=policy)
     with build_engine(settings, model, components=[LastHidden]) as engine:
         first = prompt(1)
@@ -160,7 +160,7 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
             assert serve(engine, "c", continued(first), FULL) == (Hit(device=WHOLE), False)
             assert serve(engine, "d", third, FULL) == (Hit(), False)
             assert engine.stats()["commit.skipped_states"] == 2
-            assert reuse(engine, reader, continued(second), FULL)  # nobody wrote to it meanwhile
+            assert reuse(engine, reader, continued(second), FULL)  # no other request has written to it
         context = engine.inspect.context
         assert not len(context.tree.pages["last_hidden"].held(context.tree.match(third[:WHOLE]).rows))
         evict(engine, second[:WHOLE], "last_hidden")

@@ -1,4 +1,4 @@
-"""The cost model: rates from what was observed, and estimates that follow from them."""
+"""The cost model: observed rates, and the estimates computed from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model(tokens_per_s: float | str = "auto", num_readers: int = 4, clock: Clock
 
 
 def true_s(start: int, end: int, token_s: float = 1e-4, pair_s: float = 2e-9) -> float:
-    """What a machine takes of which every token costs the same, and every pair of tokens."""
+    """Time of a machine on which each token has one cost, and each pair of tokens another."""
     return sum(token_s + pair_s * (at + 0.5) for at in range(start, end))
 
 
@@ -81,8 +81,8 @@ def test_a_read_counts_the_readers_that_it_occupies() -> None:
 
 
 def test_rates_are_recent_and_grow_stale() -> None:
-    """Rates follow the last operations, are unknown again when these are old, and then anew what comes next; a speed
-    of prefill does not grow stale."""
+    """A rate follows the last operations. When these are old it is unknown until the next operation. A speed of prefill
+    does not grow old."""
     clock = Clock()
     cost = model(clock=clock)
     cost.observe_prefill(100, 1.0, 50.0)

@@ -1,4 +1,4 @@
-"""What a call of the scheduler costs, counted in calls of functions: no clock decides."""
+"""Costs of the engine's calls, counted in calls of functions instead of time."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
 
 
 def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
-    """Four times as many pages, which prefetches left in as many more nodes: about four times the calls to read them,
-    and to admit the request. Jobs of one poll share most calls."""
+    """Reading and admitting 1024 pages takes about four times the calls of 256 pages. Jobs of one poll share most
+    calls."""
     tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
     with engine_of(tmp_path, 1024) as engine:
         compute(engine, tokens)
@@ -175,8 +175,8 @@ def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: py
 
 
 def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:
-    """Of two prompts that differ in their last page the disk holds all pages but one, and no state that both share:
-    where the second could begin is found in about four times the calls for four times as many pages."""
+    """Two prompts differ in their last page, and the disk has no state of their common prefix. A lookup of the second
+    takes about four times the calls for 1024 pages as for 256."""
     lookups = {}
     for num_pages in (256, 1024):
         tokens = np.random.default_rng(0).integers(0, 1 << 20, num_pages * PAGE + 1)
@@ -263,7 +263,7 @@ def test_a_poll_costs_the_same_while_ten_thousand_prefetches_wait(store: PacedSt
 
 
 def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
-    """Four times as many queued requests: about four times the calls for all, and no request costs more for it."""
+    """200 queued requests take about four times the calls of 50, and no single request costs more."""
     prompts = [np.random.default_rng(n).integers(0, 1 << 20, 2 * PAGE + 1) for n in range(200)]
     with engine_of(tmp_path, 2000) as engine:
         for prompt in prompts:

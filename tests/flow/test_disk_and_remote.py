@@ -1,4 +1,4 @@
-"""A disk and a remote store side by side: both are asked, and each page comes from the one that brings it sooner."""
+"""A disk and a remote store of one engine: both are asked, and each page is read from the store that is sooner done."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def engine_over(disk: PacedStore | None, remote: PacedStore | None = None) -> It
 
 
 @contextmanager
-def asked_both(
+def prefetch_from_both(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[CacheEngine, list[PacedStore], Prefetch, np.ndarray]]:
-    """A disk and a remote store that have all pages of a prompt, and a prefetch of it. Each has jobs, two at most, and
-    is held at a read. At the end the prompt is served."""
+    """An engine, a disk and a remote store with all pages of a prompt, a prefetch of it, and its tokens. Each store has
+    at most two jobs, and its first read is blocked. At the end the prompt is served."""
     monkeypatch.setattr(hicache.flow.reads, "_MAX_IN_FLIGHT", IN_FLIGHT)
     monkeypatch.setattr(hicache.build.store_tiers, "_REMOTE_READERS", 1)
     tokens, stores = tokens_of(1, NUM_PAGES * PAGE + 1), [PacedStore(clock), PacedStore(clock)]
@@ -63,10 +63,10 @@ def asked_both(
         settled(engine)
 
 
-def test_stores_of_equal_rate_bring_about_half_each(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads go on in whichever has brought fewer pages. Each page comes once, and none brings more than the jobs in
-    flight more than the other."""
-    with asked_both(clock, monkeypatch) as (engine, stores, handle, _):
+def test_stores_of_equal_rate_read_about_half_each(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the test always allows the store with fewer pages to read, each page is read once, and the stores differ by at
+    most the jobs in flight."""
+    with prefetch_from_both(clock, monkeypatch) as (engine, stores, handle, _):
         assert engine.inspect.prefetcher is not None
         jobs = engine.inspect.prefetcher._jobs.reads.values()
 
@@ -92,7 +92,7 @@ def test_stores_of_equal_rate_bring_about_half_each(clock: Clock, monkeypatch: p
 
 def test_a_stalled_disk_is_left_to_the_remote_store(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk does not answer within the I/O timeout, the remote store reads the pages of its jobs."""
-    with asked_both(clock, monkeypatch) as (engine, stores, _, _):
+    with prefetch_from_both(clock, monkeypatch) as (engine, stores, _, _):
         stores[1].allow()
         eventually(lambda: engine.poll() or sum(stores[1].landed.values()) == NUM_PAGES - IN_FLIGHT * JOB_PAGES)
         assert engine.inspect.prefetcher is not None
@@ -104,11 +104,11 @@ def test_a_stalled_disk_is_left_to_the_remote_store(clock: Clock, monkeypatch: p
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_one_cannot_read_the_other_brings(
+def test_a_page_that_one_store_cannot_read_is_read_from_the_other(
     which: int, fails: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that fails, or lacks what it announced, costs nothing where the other has it; nothing is asked again."""
-    with asked_both(clock, monkeypatch) as (engine, stores, _, tokens):
+    """If a store fails, or lacks pages that it announced, the other reads them, and no store is asked again."""
+    with prefetch_from_both(clock, monkeypatch) as (engine, stores, _, tokens):
         if fails:
             stores[which].trouble = failing(OSError(5, "I/O error"), "get_into")
         else:
@@ -122,8 +122,8 @@ def test_what_one_cannot_read_the_other_brings(
     assert num_asked == [store.verbs("contains") for store in stores]
 
 
-def test_of_a_short_prompt_the_remote_store_is_not_asked(clock: Clock) -> None:
-    """If the disk has all of it."""
+def test_the_remote_store_is_not_asked_for_a_short_prompt_on_disk(clock: Clock) -> None:
+    """The disk has all pages of the prompt."""
     tokens, disk, remote = tokens_of(2), PacedStore(clock), TroubledStore(MemoryPageStore(1 << 30))
     with build_engine(settings(**LONG), GEOMETRY, store=disk, remote=remote) as engine:
         serve(engine, "fill", tokens)

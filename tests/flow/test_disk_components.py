@@ -1,5 +1,4 @@
-"""Full pages, windows and recurrent states on disk: they are persisted, prefetched and restored, and what comes back is
-what a pass wrote."""
+"""Full pages, windows and recurrent states on disk: a pass reads back the bytes that a pass wrote."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def test_a_restart_finds_what_was_committed(tmp_path: Path, model: ModelGeometry
 
 
 class CutOff(MemoryPageStore):
-    """Takes so many pages, and no more."""
+    """A store that takes `num_pages` pages and refuses all later ones."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(1 << 30)
@@ -92,8 +91,8 @@ STOPS = [
 def test_a_stop_stores_beginnings_before_ends(
     model: ModelGeometry, policy: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the write policy promised is in the store when the engine has closed, however small the host is; where the
-    store takes less than that, it has the beginnings of prompts."""
+    """After a close the store has all pages that the write policy keeps, however small the host is. A store that takes
+    fewer pages has the beginnings of prompts."""
     monkeypatch.setitem(POLICIES_BY_NAME, "own", lambda config: PriorityWriteThrough(minimum=1))
     asked = [np.concatenate([prompt(1, 48), prompt(seed, 65)]) for seed in (2, 3)]  # 22 pages
     page_bytes = 8 * 64 * model.layer_num  # at most

@@ -8,19 +8,17 @@ import gc
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, page_keys, serving_threads
-from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
+from hicache import AdvancedConfig, CacheEngine, DiskConfig, Prefetch, build_engine
 from hicache.engine import LookupResult
 from hicache.errors import NotStored
 from hicache.storage import PageBuffer, StoreError, list_pages, open_existing
-from memory_store import MemoryPageStore
-from toy_model import GEOMETRY, compute, config, flush_error, prompt, serve, until_ready
+from toy_model import GEOMETRY, config, flush_error, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
 Stores = list[TroubledStore]
@@ -43,7 +41,7 @@ def until_held(engine: CacheEngine, gate: Gate) -> None:
 
 
 def until_ended(engine: CacheEngine, *handles: Prefetch) -> None:
-    """Poll until their reads are over, whether or not somebody waits for them."""
+    """Poll until these prefetches have ended."""
     eventually(lambda: engine.poll() or all(handle.ended for handle in handles), engine.stats)
 
 
@@ -64,40 +62,6 @@ def fill(path: Path, *prompts: np.ndarray) -> None:
             serve(engine, f"f{n}", tokens)
             engine.flush()
         assert engine.stats()["persist.failed_pages"] == 0
-
-
-@pytest.mark.parametrize(
-    ("policy", "trouble"),
-    [
-        pytest.param(
-            "write_through", failing(OSError(errno.EIO, ""), "get_into", "put", "contains"), id="medium fails"
-        ),
-        pytest.param("write_back", failing(OSError(errno.ENOSPC, ""), "put", "reopen"), id="disk is full"),
-        pytest.param("write_through", failing(StoreError("no"), "get_into", "contains"), id="store"),
-        pytest.param("write_back", failing(ZeroDivisionError(), "get_into", "put"), id="bug"),
-    ],
-)
-def test_serving_goes_on_without_the_disk(
-    trouble: Callable[[str], None], policy: str, clock: Clock, stores: Stores, tmp_path: Path
-) -> None:
-    """Requests over tiers too small for them read right bytes before, while and after the store fails; every account
-    holds at every step, and when the delay is over the disk is used again."""
-    prompts = [tokens_of(n) for n in range(6)]
-    with engine_at(tmp_path / "s", write_policy=policy) as engine:
-        hits = []
-        for phase, breaks in enumerate((False, True, False)):
-            stores[-1].trouble = trouble if breaks else lambda verb: None
-            clock.now_s += 3600
-            new = [tokens_of(10 * (phase + 1) + n) for n in range(4)]
-            asked = [*prompts, *new, *prompts]
-            hits.append(sum(ask(engine, f"{phase}.{n}", tokens) for n, tokens in enumerate(asked)))
-            stats = engine.stats()
-            assert (stats["disk.writes_opens"] + stats["disk.reads_opens"] > 0) == (phase > 0)
-        assert hits[0] > 0 and hits[2] > 0
-        assert stats["disk.writes_state"] == stats["disk.reads_state"] == 0
-        assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == 128
-        assert stats["host.free_pages"] + stats["host.evictable_tokens"] / 8 == HOST_PAGES
-    assert disk_threads() == []
 
 
 def test_a_prefetch_keeps_what_it_inserted_when_the_store_fails(stores: Stores, tmp_path: Path) -> None:
@@ -253,8 +217,8 @@ def test_pages_go_between_the_arena_and_the_store(
 
 
 def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Path) -> None:
-    """A prompt that is served from device or host again is the last that the disk evicts, and its last pages are
-    evicted before its first; a prompt that nobody asks for is evicted first."""
+    """The disk evicts a prompt without further uses before one that device or host served again, and the last pages of
+    a prompt before its first."""
     one, two = tokens_of(1), tokens_of(2)
     with engine_at(tmp_path / "s") as engine:
         for n, tokens in enumerate((one, two, one)):
@@ -265,23 +229,6 @@ def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Pat
         keys = [page_keys(engine, tokens) for tokens in (one, two)]
         eventually(lambda: store.sync() or [one.key for one in list_pages(store)] == keys[1][::-1] + keys[0][::-1])
         assert len(keys[0]) > 4
-
-
-def test_a_store_without_room_evicts_the_end_of_a_prompt() -> None:
-    """Though its end was written last, and no request has ended that used it."""
-    tokens, other = tokens_of(1), tokens_of(2)
-    store = MemoryPageStore(16 * 8 * 192)
-    with (
-        build_engine(config(device_tokens=256), GEOMETRY, store=store) as engine,
-        engine.acquire(CacheRequest("a", tokens)) as lease,
-    ):
-        for end in (24, 56, 88):
-            compute(engine, lease, tokens, lease.length, end)
-            engine.commit(lease, tokens[:end])
-            engine.flush()
-        serve(engine, "b", other)
-        engine.flush()
-        assert store.contains(page_keys(engine, tokens)) == [True] * 5 + [False] * 6
 
 
 @pytest.mark.parametrize("by", ["a request", "a flush", "the close"])
@@ -341,7 +288,7 @@ def test_an_engine_closes_over_a_disk_that_refuses(
 
 
 def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
-    """However often a prompt is used while the writer is busy with others, its nodes are queued once each."""
+    """While the writer is busy, each page of a prompt is queued once, however often requests use the prompt."""
     with engine_at(tmp_path / "s") as engine:
         gate = stores[-1].trouble = Gate("put")
 
@@ -367,8 +314,8 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp_path: Path) -> None:
-    """At most half of the host is locked on its way to the disk, also where another prompt shares what waits. What a
-    broken disk refuses is not sent again and again for the part that waits behind it."""
+    """Writes lock at most half of the host, also if another prompt shares queued pages. Pages that a failing disk
+    refused are not written again with each later job."""
     with engine_at(tmp_path / "s", device_tokens=1024) as engine:
         turns, index, whole = threading.Semaphore(0), engine.inspect.context.full.pages, prompt(3, 160)
         begun = list[str]()
@@ -392,7 +339,7 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
         eventually(lambda: len(begun) == 1)
         use("a2", prompt(2, 72))
         use("b", whole)
-        use("c", np.append(whole[:104], prompt(4, 9)))  # shares a part of what waits
+        use("c", np.append(whole[:104], prompt(4, 9)))  # shares pages with the queued prompt
         assert locked_pages() == 9
         turns.release()
         eventually(lambda: engine.poll() or engine.stats()["disk.stored_pages"] == 9, engine.stats)

@@ -186,8 +186,8 @@ def test_a_second_lease_of_one_request_is_refused(engine: CacheEngine) -> None:
 
 
 def test_a_commit_of_other_tokens_is_refused(engine: CacheEngine) -> None:
-    """What is committed begins with the lease's prompt, of which the engine keeps its own copy, and with what it
-    committed before, and has slots."""
+    """Committed tokens begin with the prompt, of which the engine keeps its own copy, and with the tokens committed
+    before, and all have slots."""
     buffer = TOKENS.copy()
     lease = engine.acquire(CacheRequest("a", buffer))
     compute(engine, lease, TOKENS, 0, len(TOKENS))
@@ -249,7 +249,7 @@ def test_a_lease_of_another_engine_is_refused(model: Any) -> None:
 
 
 def test_work_before_start_and_after_close_is_refused() -> None:
-    """Nothing is queued for threads that do not run: no verb is taken but those that end something."""
+    """Before `start` and after `close` only calls that release resources are accepted."""
     engine = build_engine(config(), GEOMETRY)
 
     def refused() -> None:
@@ -295,7 +295,7 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
         def is_refused() -> bool:
             try:
-                engine.check()  # which disturbs nobody where it comes first
+                engine.check()  # changes nothing if it is first
             except ConcurrentCall as error:
                 return "the other" in str(error)
             return False

@@ -24,7 +24,7 @@ from waiting import BOUND_S
 
 PACKAGE = Path(hicache.__file__).parent
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
-# What a step may call of C: sizes and ends of containers, whether a queue is empty, which takes no lock, and who calls.
+# C functions that a step may call: sizes and ends of containers, ids, and whether a queue is empty, without a lock.
 HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty", "get_ident", "getpid"}
 OWN = {"engine.py", "flow"}
 LOOKS = {"done", "is_set"}  # whether an operation has ended, and the event that says so
@@ -75,7 +75,7 @@ def ends_while_locks_are_held(engine: CacheEngine, patience_s: float) -> bool:
 
 
 def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[str]:
-    """What a step did that it should not have done."""
+    """Operations and calls of a step that an idle step must not make."""
     with Operations() as operations:
         calls = Calls()
         calls.record(engine.poll)
@@ -84,7 +84,7 @@ def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[st
     found = [f"operation {name}" for name in operations.names]
     for path, name in functions:
         own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in OWN
-        # Whether this is a fork; and of a store process, which sees that no answer is to come.
+        # Checks for a fork, and for answers of the store process.
         own |= path.name in ("owner.py", "client.py", "client_queue.py")
         if not own and name not in LOOKS:
             found.append(f"call of {name} in {path.name}")
@@ -97,7 +97,7 @@ def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[st
 @pytest.mark.parametrize("with_disk", [False, True])
 def test_a_step_of_an_idle_engine_costs_nothing(device: str, with_disk: bool, tmp_path: Path) -> None:
     """A fresh engine, one that has served and flushed, and one that holds a lease: their steps take no lock, touch no
-    tensor, and never leave the engine and its movements for a tier, but to see that no answer of a store is to come."""
+    tensor, and call no tier except to check that no answer of a store is expected."""
     disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=4 << 20) if with_disk else None
     with build_engine(config(device=device, disk=disk), GEOMETRY) as engine:
         assert costs_of_a_step(engine) == []

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from component_case import MODELS, compute, config, prefill, verify
-from failing_calls import Injected, fails_at
+from failing_calls import fails_at
 from hicache import CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import HiCacheError, InvariantError, NotRunning
-from hicache.pages.table import PageTable, Rows
 from hicache.storage import open_existing
 from hicache.tiers import FULL
 from memory_store import MemoryPageStore
@@ -66,8 +65,8 @@ def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monke
 
 
 def test_an_engine_that_finds_its_accounts_wrong_takes_no_further_calls() -> None:
-    """A copy under way loses the lock on its pages, as by a bug. The poll that lands it says so and is the last call
-    but for those that end something. What `check` finds ends nothing."""
+    """A copy in flight loses the lock on its pages, as by a bug. The poll that applies the copy raises, and later calls
+    are refused except those that release resources. An error of `check` refuses no later call."""
     engine = build_engine(plain_config(write_policy="write_through"), GEOMETRY)
     engine.start()
     with engine.acquire(CacheRequest("a", TOKENS)) as lease:
@@ -88,8 +87,7 @@ def test_an_engine_that_finds_its_accounts_wrong_takes_no_further_calls() -> Non
 
 
 class Crowded:
-    """An engine whose device is full of prompts that the host has too, with a verb that is about to be called, and what
-    a caller does who calls it again."""
+    """An engine whose device is full of prompts that the host has too. Each method prepares one call and returns it."""
 
     def __init__(self, kind: str, policy: str) -> None:
         self.model = MODELS[kind]
@@ -172,30 +170,10 @@ def require_unchanged(kind: str, policy: str, verb: str, every: int) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_call_that_raises_has_changed_nothing(kind: str) -> None:
-    """Whatever raises on the way of a verb, wherever it comes: every account holds, the same call succeeds, and at the
-    end everything is given back."""
+    """If a function below a call raises, all accounts hold, the same call succeeds when it is repeated, and at the end
+    nothing is held."""
     for policy, verb in CASES:
         require_unchanged(kind, policy, verb, 13 if verb == "commit_within" else 83)
-
-
-def test_rows_of_pages_that_a_call_only_named_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backup names the pages that it is to copy, and then an error comes."""
-
-    def fail(table: PageTable, rows: Rows) -> None:
-        raise Injected
-
-    crowded = Crowded("full", "write_through")
-    commit = crowded.commit()
-    with monkeypatch.context() as patch:
-        patch.setattr(PageTable, "hold", fail)
-        with pytest.raises(Injected):
-            commit()
-    with crowded.engine as engine:
-        engine.check()
-        commit()
-        for name in ("a", "b"):
-            engine.cancel(name)
-        settled(engine)
 
 
 @pytest.mark.long

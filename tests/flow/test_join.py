@@ -14,7 +14,7 @@ from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, Hit, Lease, Prefetch, build_engine
 from hicache.pages.key import PageHasher
 from hicache.tiers import MAMBA
-from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
+from prefetch_case import PAGE, PacedStore, engine_of, fill, pending_prefetch, tokens_of, until_found
 from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually
 
@@ -168,9 +168,9 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
 
 @pytest.mark.parametrize(("read_s", "waits"), [(2.0, True), (4.0, False)])
 def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool, store: PacedStore) -> None:
-    """A request computes meanwhile where that is a sixth of the way at least: 12 reads of 4 s come beside 192 s of
-    computing. Who waits does so until as little has come for as long."""
-    with asked(store, read_s, overlaps=True) as (engine, handle, _):
+    """A request computes during the reads if it computes at least a sixth of its prompt: 12 reads of 4 s against 192 s
+    of computing. A request that waits stops if no read has ended for as long."""
+    with pending_prefetch(store, read_s=read_s, overlaps=True) as (engine, handle, _):
         until_found(engine, store, handle)
         assert handle.ready == handle.is_preemptible == (not waits)
         store.clock.now_s += 38.0
@@ -187,7 +187,7 @@ def test_waiting_and_computing_are_compared_again_beside_others(
 ) -> None:
     """A request is preemptible while no other is delayed. It ends if another request is delayed and either the 12
     reads take longer than twice the 192 s of computing, or no read has ended for that time."""
-    with asked(store, read_s, overlaps=True) as (engine, handle, _):
+    with pending_prefetch(store, read_s=read_s, overlaps=True) as (engine, handle, _):
         until_found(engine, store, handle)
         engine.poll()
         assert handle.is_preemptible
@@ -203,7 +203,7 @@ def test_waiting_and_computing_are_compared_again_beside_others(
 def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedStore) -> None:
     """The pass ends where computing and reading meet: in the middle of 192 tokens if computing takes 192 s and reading
     204 s, and near the end once none of the 24 reads has ended for 50 s."""
-    with asked(store, 17.0, overlaps=True) as (engine, handle, tokens):
+    with pending_prefetch(store, read_s=17.0, overlaps=True) as (engine, handle, tokens):
         until_found(engine, store, handle)
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             assert engine.next_stop(lease, 0, 192) == 96
@@ -212,7 +212,7 @@ def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedSt
 
 
 def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> None:
-    """A pass on a CPU lets nobody poll: the store has work for as long as the last step took."""
+    """No poll happens during a pass on a CPU: the store gets jobs for as long as the last step took."""
     tokens = tokens_of(1, 70 * PAGE + 1)
     with engine_of(store, max_context_len=600) as engine:
         serve(engine, "fill", tokens)

@@ -1,5 +1,5 @@
-"""What a scheduler knows of later requests: what queued ones expect to find is evicted last, on the device and on the
-host, and hints and priorities of `CacheRequest` rank the rest."""
+"""Knowledge of later requests: pages that queued requests expect are evicted last on device and host. Hints and
+priorities of `CacheRequest` rank the other pages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, build_engine
-from toy_model import GEOMETRY, compute, config, prompt, serve
+from toy_model import GEOMETRY, config, prompt, serve
 
 POLICIES = ["lru", "mru", "slru"]  # a list, a heap that keeps the oldest, and one of segments
-TOKENS = np.arange(1, 33)  # as many as four host pages
+TOKENS = np.arange(1, 33)  # four host pages
 
 
 def _prompt(number: int) -> np.ndarray:
@@ -27,35 +27,27 @@ def _serve(engine: CacheEngine, *numbers: int) -> None:
         engine.flush()
 
 
+@pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("expected", range(3))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_device_keeps_what_is_expected(policy: str, expected: int) -> None:
-    """Each of three prompts on a device that is full of them survives if it is expected and they are not, whichever
-    would have gone first; where nothing else is left, it goes too."""
-    with build_engine(config(device_tokens=100, host_bytes=0, eviction_policy=policy), GEOMETRY) as engine:
-        _serve(engine, 0, 1, 2)
-        engine.expect("queued", _prompt(expected))
-        serve(engine, "new", np.arange(500, 564))  # as many tokens as the other two
-        engine.check()
-        assert all((_device(engine, number) == 28) == (number == expected) for number in range(3))
-        serve(engine, "big", np.arange(600, 696))
-        assert _device(engine, expected) < 28
-        engine.cancel("queued")
-        engine.check()
-
-
-@pytest.mark.parametrize("expected", range(3))
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_host_keeps_what_is_expected(policy: str, expected: int) -> None:
-    """Of a host that is full, what a queued request expects goes last."""
-    settings = config(device_tokens=40, host_bytes=14 * 8 * 192, eviction_policy=policy)
-    with build_engine(settings, GEOMETRY) as engine:
+def test_an_expected_prompt_is_evicted_last(policy: str, expected: int, tier: str) -> None:
+    """Of three prompts that fill a tier, the expected one stays whichever policy chooses the others."""
+    sizes = (
+        {"device_tokens": 100, "host_bytes": 0}
+        if tier == "device"
+        else {"device_tokens": 40, "host_bytes": 14 * 8 * 192}
+    )
+    with build_engine(config(**sizes, eviction_policy=policy), GEOMETRY) as engine:
         _serve(engine, 0, 1, 2)
         engine.expect("queued", _prompt(expected))
         _serve(engine, 3, 4)
         engine.check()
         found = engine.lookup(_prompt(expected))
         assert found.device + found.host >= 24
+        serve(engine, "big", np.arange(600, 600 + sizes["device_tokens"] - 4))
+        assert tier == "host" or _device(engine, expected) < 28
+        engine.cancel("queued")
+        engine.check()
 
 
 def test_an_expectation_ends_with_its_request() -> None:
@@ -89,27 +81,6 @@ def test_an_expectation_follows_what_came_meanwhile() -> None:
         _serve(engine, 1, 2, 3, 4)
         assert _device(engine, 0) == 28
         engine.cancel("queued")
-        engine.check()
-
-
-@pytest.mark.parametrize("policy", ["write_through", "write_back", "exclusive"])
-def test_what_makes_room_is_on_the_host(policy: str) -> None:
-    """A request that is backed up and released, and whose slots are taken, finds its whole pages on the host."""
-    settings = config(device_tokens=64, write_policy=policy)
-    with build_engine(settings, GEOMETRY) as engine:
-        tokens = np.concatenate([_prompt(0), _prompt(1)[:11]])
-        with engine.acquire(CacheRequest("retracted", _prompt(0))) as lease:
-            compute(engine, lease, _prompt(0), lease.cached_len, 32)
-            engine.extend(lease, 11)
-            compute(engine, lease, tokens, 32, 43)
-            engine.commit(lease, tokens)
-            engine.backup(lease)
-        serve(engine, "next", _prompt(2)[:30])
-        serve(engine, "next", _prompt(3)[:30])
-        engine.flush()
-        found = engine.lookup(tokens)
-        assert found.device + found.host == 40 and found.host >= 24
-        serve(engine, "back", tokens)
         engine.check()
 
 
@@ -165,7 +136,7 @@ def test_what_the_end_of_a_session_shares_with_others_stays() -> None:
 
 
 def test_behind_a_branch_point_alone_a_session_leaves_nothing() -> None:
-    """Also where no other prompt has come yet that has the system prompt in common."""
+    """Also if no other prompt has used the system prompt yet."""
     tokens = tokens_of(0)
     with engine_of() as engine:
         serve(engine, "split", tokens[:17])

@@ -1,4 +1,4 @@
-"""What an engine counts over random requests: counters only grow, and tokens and bytes add up across the tiers."""
+"""Metrics over random requests: counters only grow, and tokens and bytes add up across the tiers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def grown(before: dict[str, MetricValue], after: dict[str, MetricValue], engine:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[CacheEngine, dict[str, int]]]:
-    """An engine after a random run, and what the leases said."""
+    """An engine after a random run, and the sums of the hits of its leases."""
     disk = DiskConfig(path=str(tmp_path_factory.mktemp("disk") / "store"), budget_bytes=1 << 26)
     settings = {"host_bytes": 26 * PAGE * TOKEN_BYTES, "write_policy": request.param, "disk": disk}
     asked = {"requests": 0, "prompt": 0, "device": 0, "host": 0, "disk": 0}
@@ -87,7 +87,7 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     moved = {movement: stats[f"{movement}.bytes"] / TOKEN_BYTES for movement in MOVEMENTS}
     assert moved["restore"] == hits["host"] + hits["disk"]
     assert moved["prefetch"] == stats["prefetch.landed_tokens"] == stats["disk.hit_pages"] * PAGE
-    # What the host lost and got again is sent again, and not written twice.
+    # Pages that return to the host are sent to the store again, but not written twice.
     assert stats["persist.bytes"] >= stats["disk.put_raw_bytes"] == stats["disk.put_pages"] * page_bytes
     evicted = stats["evict.host_demoted_tokens"]
     assert stats["evict.host_lost_tokens"] == 0 < evicted  # the disk had all of them

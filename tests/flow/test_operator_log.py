@@ -1,4 +1,4 @@
-"""What an operator must know is logged, once, with the setting that would change it."""
+"""Warnings for operators: each is logged once and names a setting."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Host pages that are packed: every bit comes back from the host, from a store and after a restart, whether it fits or
-not, and what the tiers count are packed bytes."""
+"""Packed host pages: every bit comes back from the host, from a store and after a restart, also of pages that do not
+fit. The tiers count packed bytes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
 
 @pairwise(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
-    """From the host, and what fits from the disk, and from the disk after a restart. Pages that do not fit are counted;
-    two places hold each of them, and no store."""
+    """From the host, and pages that fit also from the disk, before and after a restart. Pages that do not fit are
+    counted, take two host pages each, and are in no store."""
     settings, model = config(kv_packing=bits, disk=disk_at(tmp_path), device=device), MODELS[name]
     misfits, stored = {"fit": 0, "some": 3, "none": 6}[kind], 6 * PAGE * (kind == "fit")  # the first page is raw
     with build_engine(settings, model) as engine:
@@ -93,8 +93,8 @@ def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, ki
 
 
 def test_what_follows_a_raw_page_is_stored(device: str) -> None:
-    """And found as long as memory has the raw one. When that is gone a prompt is found up to it. What is there is not
-    sent again, however often it is used."""
+    """Pages behind a raw page are stored, and found while memory has the raw page. Without it a prompt is found up to
+    that page. Stored pages are not written again, however often requests use them."""
     store, tokens = TroubledStore(MemoryPageStore(4 << 20)), TOKENS.copy()
     tokens[[0, 4 * PAGE]] = 20  # only page 2 does not fit
     with build_engine(config(device=device), MODELS["mha"], store=store) as engine:  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def engine_slots(engine: CacheEngine, tokens: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", ["off", "3", "4"])
 def test_sizes_are_those_of_packed_pages(name: str, bits: str) -> None:
-    """What a plan computes from the geometry is what gets built; packed pages are smaller, so the host holds more."""
+    """Sizes computed from the geometry equal those of the built pools, and packed pages are smaller."""
     settings = config(kv_packing=bits)
     with build_engine(settings, MODELS[name]) as engine:
         hosts = {component.name: component.host for component in engine.inspect.context.components}

@@ -19,12 +19,12 @@ from prefetch_case import (
     PAGE,
     SLOW,
     PacedStore,
-    admitted,
-    asked,
     engine_of,
     fill,
     measure_disk,
+    pending_prefetch,
     settings,
+    tokens_from_disk,
     tokens_of,
     until_found,
     until_landed,
@@ -58,7 +58,7 @@ def test_the_first_request_after_a_restart_uses_what_lies_on_disk(mode: Prefetch
 def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
     """Where reading is estimated to be faster than computing, the request waits to the end; the estimate, of a disk
     that keeps its pace, is what the wait took."""
-    with asked(store, FAST) as (engine, handle, tokens):
+    with pending_prefetch(store, read_s=FAST) as (engine, handle, tokens):
         until_found(engine, store, handle)
         assert not handle.ready and engine.stats()["prefetch.waited_requests"] == 1
         store.allow()
@@ -67,13 +67,13 @@ def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
         assert stats["prefetch.skipped_requests"] == stats["prefetch.gave_up_requests"] == 0
         assert stats["prefetch.estimated_seconds"] == pytest.approx(12e-3)
         assert stats["prefetch.waited_seconds"] == pytest.approx(12e-3)
-        assert admitted(engine, "a", tokens) == 192
+        assert tokens_from_disk(engine, "a", tokens) == 192
 
 
 def test_a_slow_disk_is_not_waited_for(store: PacedStore) -> None:
     """Where computing is estimated to be faster, the request is admitted as soon as the store has told what it holds,
     and nothing is read for it after that."""
-    with asked(store, SLOW) as (engine, handle, tokens):
+    with pending_prefetch(store, read_s=SLOW) as (engine, handle, tokens):
         until_ready(engine, handle)
         assert not handle.ended and (handle.found_tokens, handle.landed_tokens) == (192, 0)
         assert engine.stats()["prefetch.skipped_requests"] == 1 and engine.stats()["prefetch.waited_requests"] == 0
@@ -81,14 +81,14 @@ def test_a_slow_disk_is_not_waited_for(store: PacedStore) -> None:
         assert lease.cached_len == 0 and handle.ended
         store.allow()
         engine.release(lease)
-        assert admitted(engine, "b", tokens) <= 16  # what one call brought before it saw that nobody waits
+        assert tokens_from_disk(engine, "b", tokens) <= 16  # pages of a read that had begun
         assert sum(store.landed.values()) <= 24 + 2
 
 
 def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: PacedStore) -> None:
-    """As pages land the estimates are made anew: when the rest is faster to compute, the request is admitted with the
-    pages that have landed."""
-    with asked(store, FAST) as (engine, handle, tokens):
+    """Each landed page updates the estimates. If the other pages are faster to compute, the request is admitted with
+    the pages that have landed."""
+    with pending_prefetch(store, read_s=FAST) as (engine, handle, tokens):
         until_found(engine, store, handle)
         store.allow(4)
         until_landed(engine, handle, 64)
@@ -103,7 +103,7 @@ def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: Pac
         store.allow()
         assert lease.hit.disk == 128
         engine.release(lease)
-        admitted(engine, "b", tokens)
+        tokens_from_disk(engine, "b", tokens)
 
 
 def test_little_of_an_unknown_disk_shows_that_it_is_slow(store: PacedStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,7 +186,7 @@ def test_a_timeout_ends_at_its_deadline(store: PacedStore, clock: Clock) -> None
 
 
 def test_an_old_rate_is_forgotten(store: PacedStore, clock: Clock) -> None:
-    """A disk that was slow is tried again after a while: nobody would read from it and find that it is fast again."""
+    """The rate of a slow disk expires, so that a later request reads from it and measures it again."""
     prompts = [tokens_of(n) for n in range(3)]
     fill(store, *prompts)
     with engine_of(store) as engine:
@@ -213,7 +213,7 @@ def test_an_old_rate_is_forgotten(store: PacedStore, clock: Clock) -> None:
 
 
 def test_measured_rates_gate_loads_too() -> None:
-    """What the host holds is loaded where computing was seen to be slow, and computed where it was seen to be fast."""
+    """Pages of the host are loaded if the measured prefill is slow, and recomputed if it is fast."""
     prompts = [tokens_of(n) for n in range(4)]
     for seconds, loads in ((1e6, True), (1e-12, False)):
         with build_engine(settings(device_tokens=256), GEOMETRY) as engine:
@@ -256,8 +256,8 @@ def test_a_load_counts_what_the_link_brings_before_it_and_those_that_computing_d
 
 
 def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
-    """Its time is that of the pass before it, or of the host, which launches a pass between its layers: by such times
-    loads would be declined that the link brings faster than they are computed."""
+    """The time of a delayed load includes the pass before it, or gaps between launches of its layers. A rate from them
+    would decline loads that are faster than recomputing."""
     prompts = [tokens_of(n) for n in range(4)]
     with build_engine(settings(device_tokens=256), GEOMETRY) as engine:
         for n, tokens in enumerate(prompts):

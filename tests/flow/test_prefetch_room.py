@@ -1,4 +1,4 @@
-"""Prefetches that share the host: how much of it those have that were not admitted, and who waits for room."""
+"""Prefetches that share the host: the share of requests that are not admitted yet, and waits for host pages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 import pytest
 
 from disk_case import Clock
-from hicache import AdvancedConfig, CacheRequest
+from hicache import CacheRequest
 from hicache.config import PrefetchMode
 from hicache.flow.lease import Prefetch
 from hicache.flow.reads import HostShare
 from prefetch_case import (
     PAGE,
     PacedStore,
-    admitted,
     engine_of,
     fill,
+    tokens_from_disk,
     tokens_of,
     until_landed,
 )
@@ -26,8 +26,8 @@ from waiting import eventually
 
 @pytest.mark.parametrize("leaves", ["acquire", "cancel", "forget"])
 def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, clock: Clock) -> None:
-    """What is read for requests that were not admitted stays within `prefetch_host_share`; the rest is read when these
-    are admitted, or gone."""
+    """Pages read for requests that are not admitted stay within `prefetch_host_share`. Other pages are read when these
+    requests are admitted, cancelled or forgotten."""
     prompts = [tokens_of(n) for n in range(3)]
     fill(store, *prompts)
     with engine_of(store, prefetch_host_share=0.151) as engine:  # 30 pages
@@ -54,12 +54,12 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
         until_ready(engine, handles[2])
         stats = engine.stats()
         assert stats["prefetch.postponed_requests"] >= 2 and stats["prefetch.retries"] >= 2
-        assert admitted(engine, "2", prompts[2]) == 192
+        assert tokens_from_disk(engine, "2", prompts[2]) == 192
 
 
 def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
-    """Handles go in any thread, and where the garbage collector runs: their pages are nobody's from then on, and no
-    other claim is miscounted for it."""
+    """The garbage collector may delete a handle in any thread and in the middle of a call. Its claim ends then, and
+    other claims stay correct."""
     share, gone, kept = HostShare(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
 
     class Interrupting(int):
@@ -101,7 +101,7 @@ def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, cl
             length = len(tokens) - 1
             eventually(lambda n=n, length=length: landed()[n] == length)
             assert not any(landed()[n + 1 :])
-            assert admitted(engine, str(n), tokens) == length
+            assert tokens_from_disk(engine, str(n), tokens) == length
 
 
 @pytest.mark.parametrize(
@@ -172,43 +172,4 @@ def test_room_that_others_took_meanwhile_ends_a_read(store: PacedStore) -> None:
         engine.check()
         store.clock.now_s += 1.1
         until_landed(engine, handle, 150 * PAGE)
-        assert admitted(engine, "a", tokens) == 150 * PAGE
-
-
-def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Clock) -> None:
-    """With a queue of one job, several prompts come in after all, each as far as it goes at a time."""
-    prompts = [tokens_of(n) for n in range(3)]
-    fill(store, *prompts)
-    advanced = AdvancedConfig(disk_reader_threads=1, disk_queue_jobs=1, disk_io_timeout_s=1e8)
-    with engine_of(store, advanced=advanced) as engine:
-        handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
-
-        def all_landed() -> bool:
-            clock.now_s += 0.06  # longer than until a read is tried again
-            engine.poll()
-            engine.check()
-            return all(handle.landed_tokens == 192 for handle in handles)
-
-        eventually(all_landed)
-        assert engine.stats()["prefetch.refused_jobs"] > 0
-        assert set(store.landed.values()) == {1}
-        for n, tokens in enumerate(prompts):
-            assert admitted(engine, str(n), tokens) == 192
-
-
-def test_a_locked_host_is_tried_again(store: PacedStore, clock: Clock) -> None:
-    """A prefetch that finds no host page comes in when there is one, while its request waits."""
-    tokens = tokens_of(1)
-    fill(store, tokens)
-    with engine_of(store) as engine:
-        host = engine.inspect.context.full.host
-        taken = host.alloc(host.available())
-        assert taken is not None
-        handle = engine.prefetch("a", tokens)
-        eventually(lambda: engine.poll() or handle.ready)
-        assert handle.landed_tokens == 0 and not handle.ended
-        host.free(taken)
-        clock.now_s += 0.06
-        until_landed(engine, handle, 192)
-        assert engine.stats()["prefetch.retries"] > 0
-        assert admitted(engine, "a", tokens) == 192
+        assert tokens_from_disk(engine, "a", tokens) == 150 * PAGE

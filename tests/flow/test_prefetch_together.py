@@ -1,9 +1,10 @@
-"""Prefetches of several requests: who shares a read, who waits for whom, and what bounds what is read."""
+"""Prefetches of several requests: shared reads, the order of reads, and when a request stops waiting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,11 @@ from hicache.flow.lease import Prefetch
 from prefetch_case import (
     PAGE,
     PacedStore,
-    admitted,
     engine_of,
     fill,
     measure_disk,
     settings,
+    tokens_from_disk,
     tokens_of,
     until_found,
 )
@@ -30,54 +31,55 @@ from waiting import eventually
 
 
 @contextmanager
-def two_asked(store: PacedStore, compute_s: float, beside: str = "") -> Iterator[tuple[CacheEngine, list[Prefetch]]]:
-    """An engine that reads a prompt in 12 s and computes it in `compute_s`, and the prefetches of two, found and held.
-    `beside`: what others do, `r` a request that runs, `q` one that is queued, `p` that these two were announced."""
-    prompts = [tokens_of(n) for n in range(3)]
+def two_pending_prefetches(
+    store: PacedStore, *, compute_s: float, num_running: int = 0, num_queued: int = 0, are_expected: bool = False
+) -> Iterator[tuple[CacheEngine, list[Prefetch]]]:
+    """An engine, and prefetches of two prompts whose reads have begun. A prompt is read in 12 s and computed in
+    `compute_s`. Other requests run or are queued. `are_expected`: the two requests called `expect` before."""
+    prompts, others = [tokens_of(n) for n in range(3)], [f"other {n}" for n in range(num_running + num_queued)]
     fill(store, *prompts)
     with engine_of(store) as engine:
         measure_disk(engine, store, prompts[0], 1.0)
         engine.observe_prefill(192, compute_s)
-        for n, does in enumerate(beside):
-            if does == "r":
-                engine.acquire(CacheRequest(f"other {n}", tokens_of(10 + n, 20)))
-            for name in "ab" if does == "p" else [f"other {n}"] if does == "q" else []:
-                engine.expect(name, tokens_of(10 + n, 20))
+        for n, name in enumerate(others[:num_running]):
+            engine.acquire(CacheRequest(name, tokens_of(10 + n, 20)))
+        for name in (*others[num_running:], *("ab" if are_expected else "")):
+            engine.expect(name, tokens_of(10, 20))
         store.hold()
         handles = [engine.prefetch(name, tokens) for name, tokens in zip("ab", prompts[1:], strict=True)]
         until_found(engine, store, *handles)
         yield engine, handles
-        for n in range(len(beside)):
-            engine.cancel(f"other {n}")
+        for name in others:
+            engine.cancel(name)
         store.allow()
         until_ready(engine, *handles)
-        admitted(engine, "b", prompts[2])
+        tokens_from_disk(engine, "b", prompts[2])
 
 
 @pytest.mark.parametrize(
-    ("beside", "compute_s", "ready"),
+    ("others", "compute_s", "ready"),
     [
-        ("", 18.0, (False, True)),
-        ("p", 18.0, (False, True)),
-        ("r", 18.0, (False, False)),
-        ("q", 18.0, (False, False)),
-        ("p", 10.0, (True, False)),
+        ({}, 18.0, (False, True)),
+        ({"are_expected": True}, 18.0, (False, True)),
+        ({"num_running": 1}, 18.0, (False, False)),
+        ({"num_queued": 1}, 18.0, (False, False)),
+        ({"are_expected": True}, 10.0, (True, False)),
     ],
 )
 def test_a_wait_counts_reads_before_it_and_those_that_computing_delays(
-    beside: str, compute_s: float, ready: tuple[bool, bool], store: PacedStore
+    others: dict[str, Any], compute_s: float, ready: tuple[bool, bool], store: PacedStore
 ) -> None:
-    """The second of two requests reads behind the first, longer than computing takes: it computes, unless one that runs
-    or is queued would wait for that. The first, which waits for the disk itself, would not. Where it computes, it
-    would, and the second reads behind nobody."""
-    with two_asked(store, compute_s, beside) as (_, (first, second)):
+    """The read of the second request, behind that of the first, takes longer than computing. The second request
+    computes, unless this delays a request that runs or is queued. The first does not count while it waits for the disk.
+    If the first computes, it counts, and no read is before that of the second."""
+    with two_pending_prefetches(store, compute_s=compute_s, **others) as (_, (first, second)):
         assert (first.ready, second.ready) == ready
 
 
 def test_a_wait_goes_on_when_the_others_have_ended(store: PacedStore) -> None:
-    """Two requests that run make waiting pay. They end while all others wait, and computing delays nobody any more:
-    whoever waits goes on, for else all would compute at once."""
-    with two_asked(store, 10.0, "rr") as (engine, handles):
+    """Two requests wait for the disk because computing would delay two that run. When these end, both go on waiting:
+    otherwise both would compute at once."""
+    with two_pending_prefetches(store, compute_s=10.0, num_running=2) as (engine, handles):
         for name in ("other 0", "other 1"):
             engine.cancel(name)
         engine.poll()
@@ -85,8 +87,8 @@ def test_a_wait_goes_on_when_the_others_have_ended(store: PacedStore) -> None:
 
 
 def test_a_disk_that_stands_still_keeps_nobody(store: PacedStore, clock: Clock) -> None:
-    """A wait ends once nothing has come for as long as computing would cost this request and the one that it delays."""
-    with two_asked(store, 18.0, "r") as (engine, handles):
+    """A wait ends if no page arrives for as long as computing would take this request and the one that it delays."""
+    with two_pending_prefetches(store, compute_s=18.0, num_running=1) as (engine, handles):
         for passed_s, ready in ((35, False), (2, True)):
             clock.now_s += passed_s
             engine.poll()
@@ -94,7 +96,8 @@ def test_a_disk_that_stands_still_keeps_nobody(store: PacedStore, clock: Clock) 
 
 
 def test_a_wait_goes_on_where_the_disk_is_a_little_slower(store: PacedStore) -> None:
-    """By the rates of now it would not have begun. But these swing, and what was read would be of no use."""
+    """A wait that has begun goes on though the current rates would not start it: rates vary, and the pages that were
+    read would be wasted."""
     tokens = tokens_of(1)
     fill(store, tokens, tokens_of(2))
     with engine_of(store) as engine:
@@ -107,21 +110,20 @@ def test_a_wait_goes_on_where_the_disk_is_a_little_slower(store: PacedStore) -> 
         store.allow(8)
         eventually(lambda: engine.poll() or (handle.landed_tokens >= 64 and store.held == 1))
         assert not handle.ready
-        store.read_s = 0.0  # the clock does not run ahead of what the engine was told
+        store.read_s = 0.0  # so that the clock does not advance before the engine polls
         store.allow()
         until_ready(engine, handle)
         assert handle.landed_tokens == 192
 
 
-def test_who_finds_no_room_waits_no_longer_than_pays(store: PacedStore) -> None:
-    """A read that cannot begin, for the share is taken, comes after those that go on: a short prompt is computed, a
-    long one waits."""
+def test_a_read_without_host_pages_comes_after_reads_that_have_them(store: PacedStore) -> None:
+    """While other requests use the share of the host, a short prompt is computed, and a long one waits."""
     prompts = [tokens_of(1), tokens_of(2), tokens_of(3, 49)]
     fill(store, *prompts)
     with engine_of(store, prefetch_host_share=0.121) as engine:
         measure_disk(engine, store, prompts[0], 1.0)
         engine.observe_prefill(192, 18.0)
-        assert admitted(engine, "a", prompts[0]) == 192
+        assert tokens_from_disk(engine, "a", prompts[0]) == 192
         store.hold()
         handles = [engine.prefetch("0", prompts[1])]
         until_found(engine, store, *handles)
@@ -131,9 +133,9 @@ def test_who_finds_no_room_waits_no_longer_than_pays(store: PacedStore) -> None:
         store.allow()
 
 
-def test_who_is_found_and_has_no_room_waits_no_longer_than_pays(store: PacedStore, clock: Clock) -> None:
-    """Of two that ask at once the share has room for one. Neither waits for longer than computing takes, where the disk
-    stands still."""
+def test_a_wait_for_host_pages_ends_when_computing_is_faster(store: PacedStore, clock: Clock) -> None:
+    """The share of the host has pages for one of two requests. If the disk does not answer, neither waits longer than
+    computing takes."""
     prompts = [tokens_of(1), tokens_of(2)]
     fill(store, *prompts)
     with engine_of(store, prefetch_host_share=0.121) as engine:
@@ -144,7 +146,7 @@ def test_who_is_found_and_has_no_room_waits_no_longer_than_pays(store: PacedStor
         assert engine.stats()["prefetch.postponed_requests"] == 1
         for passed_s, ready in ((17, False), (2, True)):
             clock.now_s += passed_s
-            for _ in range(2):  # the first that stops delays the other one in that poll
+            for _ in range(2):  # the first request that stops waiting delays the other in that poll
                 engine.poll()
             assert [handle.ready for handle in handles] == [ready] * 2, passed_s
 
@@ -153,8 +155,8 @@ def test_who_is_found_and_has_no_room_waits_no_longer_than_pays(store: PacedStor
 def test_requests_for_the_same_pages_share_one_read(
     mode: PrefetchMode, cancelled: int | None, store: PacedStore
 ) -> None:
-    """Two equal prompts, one that begins with their first half, and one that ends before: every page is read once,
-    whoever leaves meanwhile, and all find theirs."""
+    """Of prompts with common beginnings every page is read once, also if a request is cancelled meanwhile, and each
+    request finds all of its pages."""
     same, half = tokens_of(1), tokens_of(1, 105)
     fork = np.concatenate([same[:96], tokens_of(2, 97)])
     prompts = [same, same, fork, half]
@@ -184,8 +186,8 @@ def test_requests_for_the_same_pages_share_one_read(
 
 @pytest.mark.parametrize("mode", ["wait_complete", "best_effort"])
 def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: PacedStore) -> None:
-    """Another call while it goes on returns the same handle, of whatever mode, and admission waits where that says so.
-    After its end there is a new one."""
+    """While a prefetch is in progress, another call returns the same handle whatever its mode, and admission waits if
+    the handle does. After its end a call returns a new handle."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:
@@ -199,7 +201,7 @@ def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: Pa
         store.allow()
         until_ready(engine, first)
         assert engine.prefetch("a", tokens, mode=mode) is not first and first.landed_tokens == 192
-        assert admitted(engine, "a", tokens) == 192
+        assert tokens_from_disk(engine, "a", tokens) == 192
 
 
 def test_a_waiting_prefetch_joins_no_preemptible_read(store: PacedStore) -> None:
@@ -224,7 +226,7 @@ def test_a_waiting_prefetch_joins_no_preemptible_read(store: PacedStore) -> None
 
 
 def test_pages_that_are_being_copied_to_the_host_are_not_read(store: PacedStore) -> None:
-    """A prefetch of a prompt whose backup is in flight has nothing to do."""
+    """A prefetch of a prompt whose backup is in flight ends at once."""
     tokens = tokens_of(1)
     fill(store, tokens)
     engine = build_engine(settings(), GEOMETRY, store=store)
@@ -239,8 +241,8 @@ def test_pages_that_are_being_copied_to_the_host_are_not_read(store: PacedStore)
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_read_behind_a_copy_in_flight_lands_at_once(store: PacedStore, fails: bool) -> None:
-    """The beginning of a prompt is being copied to the host when the disk brings the rest, which waits for nothing, and
-    stays where the copy fails."""
+    """The beginning of a prompt is being copied to the host while the rest is read from disk. The rest lands at once,
+    and stays if the copy fails."""
     tokens = tokens_of(1)
     fill(store, tokens)
     engine = build_engine(settings(), GEOMETRY, store=store)
@@ -257,24 +259,9 @@ def test_what_is_read_behind_a_copy_in_flight_lands_at_once(store: PacedStore, f
         settled(engine)
 
 
-def test_pages_that_came_otherwise_meanwhile_are_freed(store: PacedStore) -> None:
-    """Pages that were computed and copied to the host while they were read stay as they are, and none is lost."""
-    tokens = tokens_of(1)
-    fill(store, tokens)
-    with engine_of(store) as engine:
-        store.hold()
-        handle = engine.prefetch("a", tokens, mode="wait_complete")
-        until_found(engine, store, handle)
-        serve(engine, "b", tokens)
-        engine.inspect.copies.end_backups()
-        store.allow()
-        until_ready(engine, handle)
-        assert admitted(engine, "a", tokens) == 0
-
-
-def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:
-    """When the request with the long prompt is gone, its read ends with the pages that another shares; when all are
-    gone, at once."""
+def test_a_read_ends_with_the_last_page_that_a_request_waits_for(store: PacedStore) -> None:
+    """If the request with the long prompt is cancelled, the read ends with the pages that another request shares. If
+    both are cancelled, it ends at once."""
     long, short = tokens_of(1), tokens_of(1, 50)
     fill(store, long)
     for gone in (["long"], ["short", "long"]):
@@ -294,7 +281,7 @@ def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:
 
 
 def test_what_follows_a_lost_page_is_not_read(store: PacedStore) -> None:
-    """A store that has lost a page says so when it is asked again: the prefix ends there, and later jobs with it."""
+    """A store lacks a page that it announced: the prefix ends before that page, and so do later jobs."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:
@@ -304,16 +291,15 @@ def test_what_follows_a_lost_page_is_not_read(store: PacedStore) -> None:
         store.inner.delete(page_keys(engine, tokens)[2:3])
         store.allow(4)  # the first job
         eventually(lambda: engine.poll() or handle.landed_tokens == 2 * PAGE)
-        store.allow(1)  # what a thread has begun goes on
+        store.allow(1)  # a read that a thread has begun
         until_ready(engine, handle)
         assert handle.landed_tokens == 2 * PAGE and sum(store.landed.values()) <= 7 + 2
         store.allow()
-        assert admitted(engine, "a", tokens) == 2 * PAGE
+        assert tokens_from_disk(engine, "a", tokens) == 2 * PAGE
 
 
 def test_a_refused_admission_leaves_its_prefetch(store: PacedStore) -> None:
-    """A request that finds no slots goes on waiting: what its prefetch brings meanwhile is a hit when it is
-    admitted."""
+    """A request without free slots waits on. The pages that its prefetch reads meanwhile are hits at admission."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:
@@ -326,5 +312,5 @@ def test_a_refused_admission_leaves_its_prefetch(store: PacedStore) -> None:
         engine.flush()
         for lease in others:
             engine.release(lease)
-        assert admitted(engine, "a", tokens) == 192
+        assert tokens_from_disk(engine, "a", tokens) == 192
         engine.check()

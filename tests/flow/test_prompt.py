@@ -36,8 +36,7 @@ def test_keys_are_made_once_and_of_the_same_prompt_alone() -> None:
 
 
 def test_prompts_that_nobody_cancels_are_forgotten_by_their_bytes() -> None:
-    """Whatever their number and size, the prompts used last stay, of so many bytes, and at least one: a single one may
-    take more."""
+    """The prompts used last stay, up to `max_bytes`. One prompt stays even if it is larger."""
     tree = RadixTree(PAGE, PageHasher(b"identity", PAGE))
     small, large = np.arange(4), np.arange(4 * 1000)
     size = Prompts(tree).of(small, "", tree.match(small)).num_bytes

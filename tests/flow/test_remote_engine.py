@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import component_case
-from disk_case import Clock, Gate, LossyStore, TroubledStore, failing, page_keys
+from disk_case import Clock, Gate, LossyStore, TroubledStore, page_keys
 from hicache import AdvancedConfig, CacheEngine, Hit, ModelGeometry, RemoteConfig, build_engine
 from hicache.build.store_tiers import num_remote_readers
 from hicache.errors import ConfigError
@@ -37,7 +37,7 @@ def fill(shared: PageStore | None, disk: PageStore | None, tokens: np.ndarray) -
 
 
 def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "") -> Hit:
-    """Prefetch and serve a request: what it reuses is compared with what was computed."""
+    """Prefetch and serve a request, and compare the reused bytes with the computed ones."""
     until_ready(engine, engine.prefetch(name, tokens, namespace))
     hit = serve(engine, name, tokens, namespace).hit
     engine.inspect.copies.wait()  # copies in flight hold slots
@@ -63,7 +63,8 @@ def test_what_one_engine_computed_another_finds(device: str) -> None:
 
 
 def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
-    """What comes behind it is on the host before it: it goes there from the device, and the whole prompt is found."""
+    """Later pages are on the host already when the recomputed page is backed up, and then the complete prompt is
+    found."""
     shared = LossyStore(BUDGET)
     fill(shared, None, prompt(0))
     with engine_over(shared, device=device) as engine:
@@ -77,8 +78,8 @@ def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
 
 
 def test_what_the_disk_lost_comes_from_the_remote_tier(device: str) -> None:
-    """A page that does not verify is deleted there. It is asked for once more, and the other store has it: the prompt
-    comes whole, and what follows the page is not read twice."""
+    """A page on disk that does not verify is deleted, and the remote store is asked for it. The complete prompt is
+    found, and no later page is read twice."""
     shared, disk = MemoryPageStore(BUDGET), LossyStore(BUDGET)
     fill(shared, disk, prompt(0))
     with engine_over(shared, disk, device=device) as engine:
@@ -123,47 +124,10 @@ def test_windows_and_states_count_for_the_tier_that_has_them(tier: str, model: M
         settled(engine)
 
 
-def test_a_prompt_that_leaves_another_in_the_middle_of_a_node_finds_nothing_of_its_rest(device: str) -> None:
-    """The pages that it lacks tell all that follow apart, though their tokens are those of the other prompt."""
-    shared, disk, tokens = MemoryPageStore(BUDGET), MemoryPageStore(BUDGET), prompt(0)
-    shorter = np.concatenate([tokens[:16], tokens[32:]])
-    with engine_over(shared, disk, device=device) as engine:
-        ask(engine, "a", tokens)
-        settled(engine)
-        assert engine.lookup(shorter, disk_wait_s=BOUND_S).disk == 0
-        assert ask(engine, "b", shorter) == Hit(device=16)
-        settled(engine)
-
-
-@pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
-def test_a_failing_remote_tier_costs_its_hits_alone(verb: str, clock: Clock) -> None:
-    """Whatever it fails at, the disk serves on, the failures are counted, and it is used again when it works."""
-    remote, disk = TroubledStore(MemoryPageStore(BUDGET)), MemoryPageStore(BUDGET)
-    fill(remote, None, prompt(0))
-    with engine_over(remote, disk) as engine:
-        remote.trouble = failing(OSError("no route to host"), verb)
-        for seed in (0, 1, 2, 3, 4):
-            hit = ask(engine, f"b{seed}", prompt(seed))
-            assert hit == (Hit(remote=CACHED_LEN) if verb == "put" and not seed else Hit())
-            assert flush_error(engine) is None or verb == "put"
-            engine.check()
-        assert ask(engine, "c", prompt(2)).tokens == CACHED_LEN and disk.stats().entries == 5 * 11
-        stats = engine.stats()
-        assert stats["remote.reads_failures"] + stats["remote.writes_failures"] > 0
-        assert stats["disk.reads_failures"] + stats["disk.writes_failures"] == 0
-        remote.trouble = lambda verb: None
-        clock.now_s += 3600
-        stored = remote.stats().entries
-        assert ask(engine, "d", prompt(0)).tokens == CACHED_LEN
-        ask(engine, "e", prompt(5))
-        settled(engine)
-        assert remote.stats().entries > stored
-
-
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
 def test_a_hung_remote_tier_holds_nobody_up(verb: str, clock: Clock) -> None:
-    """What the disk has of a prompt is served while the remote tier does not answer, and what the hung call uses is
-    used by nobody else until it returns."""
+    """While the remote tier does not answer, pages are served from the disk, and no other transfer uses the host pages
+    of the hung call."""
     remote, disk, gate = TroubledStore(MemoryPageStore(BUDGET)), MemoryPageStore(BUDGET), Gate(verb)
     fill(remote, None, prompt(0))
     fill(None, disk, prompt(0)[:41])
@@ -230,7 +194,8 @@ def test_settings_that_cannot_be() -> None:
 
 
 def test_as_many_threads_read_as_fill_the_link() -> None:
-    """One where a single connection takes many requests at a time, otherwise four, or as many as the setting says."""
+    """One thread if a connection takes several requests at a time, otherwise four, unless the setting gives a
+    number."""
     for url, num_readers in (
         ("mooncake://master:50051?replicas=2", 1),
         (" MOONCAKE://master", 1),

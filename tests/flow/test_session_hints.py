@@ -1,5 +1,5 @@
-"""What requests say of their sessions: the end, after which nothing is worth room or a copy, and the next turn, for
-which a prompt is kept."""
+"""Hints about sessions: pages of an ended session are evicted first and not copied, and a prompt is kept until its
+next turn."""
 
 from __future__ import annotations
 

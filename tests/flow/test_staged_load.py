@@ -21,35 +21,47 @@ from stepped_transfer import SteppedTransfers
 from toy_model import flush_error, prompt, settled
 from waiting import BOUND_S, eventually
 
-# Pages of eight tokens, and windows of as many: 16 on the device, and on the host as many, less the sink.
+# 16 pages and windows of eight tokens on the device, and 16 on the host.
 SIZES = {"device_tokens": 128, "host_bytes": 17 * 8 * 192, "write_policy": "exclusive", "window_tokens": 152}
 WITH_STATES = {"mamba_size": 40, "host_states": 40, "host_bytes": 17 * 8 * 128 + 41 * 312}
-transfers: dict[CacheEngine, SteppedTransfers] = {}
-models: dict[CacheEngine, ModelGeometry] = {}
 
 
 @pytest.fixture(params=EACH_MODEL)
-def engine(request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
-    model = request.param
-    engine = build_engine(config(**SIZES | (WITH_STATES if model is STATES else {})), model)
-    transfers[engine], models[engine] = SteppedTransfers(engine), model  # a copy is made where it is waited for
-    with engine:
+def model(request: pytest.FixtureRequest) -> ModelGeometry:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def built(model: ModelGeometry) -> CacheEngine:
+    return build_engine(config(**SIZES | (WITH_STATES if model is STATES else {})), model)
+
+
+@pytest.fixture
+def transfers(built: CacheEngine) -> SteppedTransfers:
+    """Copies of the engine, which run when a test steps them or waits for them."""
+    return SteppedTransfers(built)
+
+
+@pytest.fixture
+def engine(built: CacheEngine, transfers: SteppedTransfers) -> Iterator[CacheEngine]:
+    """A started engine, whose accounts hold at the end."""
+    with built as engine:
         yield engine
         settled(engine)
 
 
-def test_two_tiers_hold_what_one_as_large_as_both_would(engine: CacheEngine) -> None:
+def test_two_tiers_hold_what_one_as_large_as_both_would(engine: CacheEngine, model: ModelGeometry) -> None:
     """Two prompts of 15 pages take turns: each comes from the host whole while the other goes there, in steps of one
     page, and nothing is lost. All that goes down again is counted."""
     prompts = [prompt(n, 121) for n in range(2)]
     for n, tokens in enumerate(prompts):
-        serve(engine, f"first{n}", tokens, models[engine], 8)
+        serve(engine, f"first{n}", tokens, model, 8)
     for n in range(4):
         tokens, other = prompts[n % 2], prompts[1 - n % 2]
         assert engine.lookup(tokens).host == 120 == engine.lookup(other).device
         with engine.acquire(CacheRequest(f"again{n}", tokens, reserve_tokens=0)) as lease:
             engine.flush()
-            prefill(engine, lease, tokens, models[engine])
+            prefill(engine, lease, tokens, model)
         assert (lease.hit.device, lease.hit.host) == (0, 120)
         assert (engine.lookup(tokens).device, engine.lookup(other).host) == (120, 120)
     stats = engine.stats()
@@ -99,28 +111,30 @@ def test_a_flush_raises_for_what_the_device_alone_has(write_policy: str) -> None
         settled(engine)
 
 
-def test_what_is_computed_though_the_host_has_it_is_a_duplicate(engine: CacheEngine) -> None:
+def test_what_is_computed_though_the_host_has_it_is_a_duplicate(engine: CacheEngine, model: ModelGeometry) -> None:
     """It was not worth a load. It leaves the host before pages that the host alone has."""
     first, second = prompt(0, 121), prompt(1, 57)
-    serve(engine, "first", first, models[engine], 8)
-    serve(engine, "second", second, models[engine], 8)
+    serve(engine, "first", first, model, 8)
+    serve(engine, "second", second, model, 8)
     assert (engine.lookup(first).device, engine.lookup(first).host) == (64, 56)
     with engine.acquire(CacheRequest("again", first, max_cached_tokens=0)) as lease:
         assert lease.cached_len == 0
-        prefill(engine, lease, first, models[engine])
+        prefill(engine, lease, first, model)
     engine.check()
     assert engine.stats()["host.duplicate_tokens"] == 72 and engine.lookup(second).host == 56
-    serve(engine, "third", prompt(2, 57), models[engine], 8)
+    serve(engine, "third", prompt(2, 57), model, 8)
     assert engine.stats()["host.duplicate_tokens"] < 72
     assert len(engine.inspect.context.full.pages.held(page_keys(engine, second[:56]))) == 7
 
 
-def test_of_a_load_that_fails_on_its_way_what_had_come_stays(engine: CacheEngine) -> None:
+def test_of_a_load_that_fails_on_its_way_what_had_come_stays(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
+) -> None:
     """Its later pages are on the host still, and the next request has them."""
     prompts = [prompt(n, 121) for n in range(2)]
     for n, tokens in enumerate(prompts):
-        serve(engine, f"first{n}", tokens, models[engine], 8)
-    submit, up, left = engine.inspect.copies.load, transfers[engine].up[0], 4
+        serve(engine, f"first{n}", tokens, model, 8)
+    submit, up, left = engine.inspect.copies.load, transfers.up[0], 4
 
     def submitting(*args: Any) -> Load:
         nonlocal left
@@ -137,16 +151,18 @@ def test_of_a_load_that_fails_on_its_way_what_had_come_stays(engine: CacheEngine
     assert (found.device, found.host) == (24, 96) and engine.lookup(prompts[1]).device < 120
 
 
-@pytest.mark.parametrize("engine", [FULL], indirect=True)
-def test_a_request_that_could_be_admitted_keeps_nothing_of_a_load_that_fails(engine: CacheEngine) -> None:
+@pytest.mark.parametrize("model", [FULL])
+def test_a_request_that_could_be_admitted_keeps_nothing_of_a_load_that_fails(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
+) -> None:
     """Its prefix was still being loaded for another when there was room for it: it is told, and all slots are free."""
-    first, _ = both(engine)
+    first, _ = serve_two_prompts(engine, model)
     engine.acquire(CacheRequest("other", first[:33], reserve_tokens=0))
-    begin(engine, 1, first[:41])
+    require_pending(engine, 1, first[:41])
     while not engine.stats()["device.free_tokens"]:
-        transfers[engine].down[0].run_all()
+        transfers.down[0].run_all()
         engine.poll()
-    transfers[engine].up[0].fails = ConnectionError("the link is down")
+    transfers.up[0].fails = ConnectionError("the link is down")
     engine.cancel("other")
     settle([engine.inspect.copies], BOUND_S)
     engine.check()  # the exchange still reads what has failed
@@ -154,53 +170,61 @@ def test_a_request_that_could_be_admitted_keeps_nothing_of_a_load_that_fails(eng
     engine.check()
     with pytest.raises(TransferBusy):
         engine.acquire(CacheRequest("r1", first[:41], reserve_tokens=0))
-    transfers[engine].up[0].fails = None
+    transfers.up[0].fails = None
 
 
 def copies_and_waits(engine: CacheEngine) -> tuple[int, int]:
-    """Copies of what left the device, and those that a call stood still for."""
+    """The number of backups of evicted pages, and how many of them a call waited for."""
     exposed = engine.metrics()["backup.exposed_seconds"]
     assert isinstance(exposed, HistogramValue)
     return exposed.count, sum(exposed.counts[1:])
 
 
-def begin(engine: CacheEngine, number: int, tokens: np.ndarray) -> None:
-    """A request that does not wait is refused: pages are exchanged for it."""
+def request_that_does_not_wait(number: int, tokens: np.ndarray) -> CacheRequest:
+    return CacheRequest(f"r{number}", tokens, reserve_tokens=0, may_wait=False)
+
+
+def require_pending(engine: CacheEngine, number: int, tokens: np.ndarray) -> None:
+    """A request that does not wait is refused, and its staged load begins."""
     with pytest.raises(ExchangePending):
-        engine.acquire(CacheRequest(f"r{number}", tokens, reserve_tokens=0, may_wait=False))
+        engine.acquire(request_that_does_not_wait(number, tokens))
 
 
-def turn(engine: CacheEngine, number: int, tokens: np.ndarray, num_polls: int) -> Lease | None:
-    """Of so many polls, behind each of which all copies end, as many as it takes to be admitted."""
-    begin(engine, number, tokens)
-    for _ in range(num_polls):
-        transfers[engine].finish()
+def admit(
+    engine: CacheEngine, transfers: SteppedTransfers, number: int, tokens: np.ndarray, *, max_polls: int
+) -> Lease | None:
+    """The lease of a request after as few polls as possible. All copies end before each poll."""
+    require_pending(engine, number, tokens)
+    for _ in range(max_polls):
+        transfers.finish()
         engine.poll()
         engine.check()
         with contextlib.suppress(ExchangePending):
-            return engine.acquire(CacheRequest(f"r{number}", tokens, reserve_tokens=0, may_wait=False))
+            return engine.acquire(request_that_does_not_wait(number, tokens))
     return None
 
 
-def both(engine: CacheEngine, first_len: int = 121) -> list[np.ndarray]:
-    """Two prompts, the first on the host, in one run, and the second, of 15 pages, on the device."""
+def serve_two_prompts(engine: CacheEngine, model: ModelGeometry, first_len: int = 121) -> list[np.ndarray]:
+    """Two prompts: the host holds the first in one run, the device holds the second, of 15 pages."""
     prompts = [prompt(0, first_len), prompt(1, 121)]
     for n, tokens in enumerate(prompts):
-        serve(engine, f"first{n}", tokens, models[engine])
+        serve(engine, f"first{n}", tokens, model)
     return prompts
 
 
-def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_there(engine: CacheEngine) -> None:
+def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_there(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
+) -> None:
     """Each poll makes a step; admission waits for no copy. It hits as one that waits, and nothing is lost."""
-    prompts = both(engine)
+    prompts = serve_two_prompts(engine, model)
     first = copies_and_waits(engine)
     for number in range(4):
-        lease = turn(engine, number, prompts[number % 2], 40)
+        lease = admit(engine, transfers, number, prompts[number % 2], max_polls=40)
         assert lease is not None and (lease.hit.device, lease.hit.host) == (0, 120)
         (load,) = engine.inspect.copies.loads
         assert len(load.pages["full"].rows) == 1
-        transfers[engine].finish()
-        prefill(engine, lease, prompts[number % 2], models[engine])
+        transfers.finish()
+        prefill(engine, lease, prompts[number % 2], model)
         engine.release(lease)
         engine.flush()
     stats, (num_copies, num_waits) = engine.stats(), copies_and_waits(engine)
@@ -208,9 +232,9 @@ def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_
     assert num_copies >= first[0] + 4 * 14 and num_waits <= first[1] + 4  # for the token behind each prompt
 
 
-def test_pages_that_others_need_too_come_in_steps(engine: CacheEngine) -> None:
+def test_pages_that_others_need_too_come_in_steps(engine: CacheEngine, model: ModelGeometry) -> None:
     """They stay on the host meanwhile; the last step has locked its own."""
-    first, _ = both(engine)
+    first, _ = serve_two_prompts(engine, model)
     pages = engine.inspect.context.full.pages
     rows = pages.held(page_keys(engine, first[:120]))
     pages.lock(rows)
@@ -221,31 +245,35 @@ def test_pages_that_others_need_too_come_in_steps(engine: CacheEngine) -> None:
     pages.unlock(rows)
 
 
-def test_room_that_is_ready_for_one_request_goes_to_another_one(engine: CacheEngine) -> None:
+def test_room_that_is_ready_for_one_request_goes_to_another_one(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
+) -> None:
     """The first is not asked for any more, and its room is most of the device: the other one is admitted all the same,
     though it fits only without that room."""
-    first, _ = both(engine)
-    begin(engine, 0, first)
+    first, _ = serve_two_prompts(engine, model)
+    require_pending(engine, 0, first)
     while engine.poll():
-        transfers[engine].finish()
+        transfers.finish()
     assert engine.stats()["device.protected_tokens"] >= 104
     engine.release(engine.acquire(CacheRequest("other", prompt(2, 121))))
 
 
 @pytest.mark.parametrize("num_polls", (0, 3, 7, 14))
 @pytest.mark.parametrize("end", ["cancelled", "for another", "failed up", "failed down", "stalled"])
-def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_polls: int) -> None:
+def test_an_exchange_may_end_at_every_moment(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers, end: str, num_polls: int
+) -> None:
     """Its request goes, another one comes, a copy fails either way or takes its time: all is accounted for, and both
     prompts are on the one or the other tier, unless what failed on its way down is a gap in one. Of windows the host
     keeps what the device has too, so those of one of two prompts may find no place when they fail to come up."""
-    first, second = both(engine)
-    lease = turn(engine, 0, first, num_polls)
-    up, down = transfers[engine].up[0], transfers[engine].down[0]
+    first, second = serve_two_prompts(engine, model)
+    lease = admit(engine, transfers, 0, first, max_polls=num_polls)
+    up, down = transfers.up[0], transfers.down[0]
     if end == "cancelled":
         engine.cancel("r0")
-    elif end == "for another" and lease is None:  # which waits for what is under way
+    elif end == "for another" and lease is None:  # it waits for copies in flight
         with pytest.raises((ExchangePending, OutOfSlots)):
-            engine.acquire(CacheRequest("r1", second, reserve_tokens=0, may_wait=False))
+            engine.acquire(request_that_does_not_wait(1, second))
         engine.cancel("r0")
         engine.flush()  # its last load locks what it continues
         with engine.acquire(CacheRequest("r1", second, reserve_tokens=0)) as taken:
@@ -253,7 +281,7 @@ def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_
     elif end in ("failed up", "failed down"):
         link = up if end == "failed up" else down
         link.fails = ConnectionError("the link is down")
-        transfers[engine].finish()
+        transfers.finish()
         link.fails = None
     elif end == "stalled":  # no step before the last one is there, though there be room
         for _ in range(5):
@@ -267,57 +295,64 @@ def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_
     engine.flush()
     engine.check()
     num_held = sum(found.device + found.host for found in map(engine.lookup, (first, second)))
-    assert num_held >= 232 or end == "failed down" or (end == "failed up" and models[engine] is WINDOWS)
+    assert num_held >= 232 or end == "failed down" or (end == "failed up" and model is WINDOWS)
 
 
 def test_an_engine_closes_while_pages_are_exchanged() -> None:
     engine = build_engine(config(**SIZES), FULL)
-    transfers[engine], models[engine] = SteppedTransfers(engine), FULL
+    transfers = SteppedTransfers(engine)
     with engine:
-        first, _ = both(engine)
-        assert turn(engine, 0, first, 5) is None
+        first, _ = serve_two_prompts(engine, FULL)
+        assert admit(engine, transfers, 0, first, max_polls=5) is None
         tree = engine.inspect.context.tree
         assert tree.protected("full") > 0
     assert tree.protected("full") == 0
 
 
-def test_another_may_compute_what_an_exchange_is_about_to_bring(engine: CacheEngine) -> None:
-    """What is left is brought when its request asks again."""
-    first, _ = both(engine, 81)
+def test_another_may_compute_what_an_exchange_is_about_to_bring(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
+) -> None:
+    """The other pages are loaded when the first request tries again."""
+    first, _ = serve_two_prompts(engine, model, 81)
     with engine.acquire(CacheRequest("own", first[:33], max_cached_tokens=0)) as own:
-        assert turn(engine, 0, first, 2) is None
-        transfers[engine].up[0].run_all()  # and what leaves for the next step has not left
+        assert admit(engine, transfers, 0, first, max_polls=2) is None
+        transfers.up[0].run_all()  # the backups of the next step have not ended
         engine.poll()
-        prefill(engine, own, first[:33], models[engine])
+        prefill(engine, own, first[:33], model)
         assert engine.lookup(first).device == 32
-    lease = turn(engine, 0, first, 40)
+    lease = admit(engine, transfers, 0, first, max_polls=40)
     assert lease is not None and lease.hit.tokens == 80
     engine.release(lease)
 
 
-def test_what_is_on_its_way_down_is_waited_for(engine: CacheEngine) -> None:
+def test_what_is_on_its_way_down_is_waited_for(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
+) -> None:
     """A request for pages that have left the device and are not on the host yet computes none of them."""
-    first, second = both(engine)
-    begin(engine, 0, first)
-    assert len(transfers[engine].down[0])
-    begin(engine, 1, second)
+    first, second = serve_two_prompts(engine, model)
+    require_pending(engine, 0, first)
+    assert len(transfers.down[0])
+    require_pending(engine, 1, second)
     engine.cancel("r0")
     with engine.acquire(CacheRequest("r1", second, reserve_tokens=0)) as lease:
         assert lease.hit.tokens == 120
 
 
-def test_room_is_made_before_it_is_asked_for(engine: CacheEngine) -> None:
-    """Beside a prompt that is computed chunk by chunk the next chunk's victims go down, and it waits for none."""
-    serve(engine, "first", prompt(0, 121), models[engine], 8)
+def test_room_is_made_before_it_is_asked_for(
+    engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
+) -> None:
+    """Pages for the next chunk of a prompt are backed up while a chunk is computed, and the prompt waits for no
+    copy."""
+    serve(engine, "first", prompt(0, 121), model, 8)
     tokens = prompt(1, 121)
     with engine.acquire(CacheRequest("second", tokens, reserve_tokens=8, may_wait=True)) as lease:
         for end in range(8, 121, 8):
             if end > lease.length:
                 engine.extend(lease, end - lease.length)
-            compute(engine, lease, tokens, end - 8, end, models[engine])
+            compute(engine, lease, tokens, end - 8, end, model)
             engine.commit(lease, tokens[:end])
             engine.poll()
-            transfers[engine].finish()
+            transfers.finish()
             engine.poll()
     num_copies, num_waits = copies_and_waits(engine)
     assert num_copies > 10 and num_waits <= 1
@@ -328,7 +363,7 @@ def test_no_call_waits_where_windows_or_states_alone_have_to_leave(model: ModelG
     """Their requests are admitted when these are on the host, and all full pages stay on the device."""
     sizes = {"device_tokens": 1024, "window_tokens": 88, "mamba_size": 16}
     engine, num_pending = build_engine(config(**SIZES | sizes | {"host_bytes": 60 * 8 * 256}), model), 0
-    transfers[engine] = SteppedTransfers(engine)
+    transfers = SteppedTransfers(engine)
     with engine, contextlib.ExitStack() as before:
         for n in range(12):
             request = CacheRequest(f"r{n}", prompt(n % 4, 41), reserve_tokens=8, may_wait=False)
@@ -338,38 +373,25 @@ def test_no_call_waits_where_windows_or_states_alone_have_to_leave(model: ModelG
                     break
                 num_pending += 1
                 engine.poll()
-                transfers[engine].finish()
+                transfers.finish()
                 engine.poll()
                 engine.check()
             before.close()
             assert n < 4 or (lease.hit.device, lease.cached_len) == (40, 40)
-            transfers[engine].finish()
+            transfers.finish()
             for start in range(lease.cached_len, 41, 8):
                 if (end := min(start + 8, 41)) > lease.length:
                     engine.extend(lease, end - lease.length)
                 compute(engine, lease, prompt(n % 4, 41), start, end, model)
                 engine.commit(lease, prompt(n % 4, 41)[:end])
                 engine.poll()
-                transfers[engine].finish()
+                transfers.finish()
                 engine.poll()
             before.enter_context(lease)
         before.close()
         (num_copies, num_waits), stats = copies_and_waits(engine), engine.stats()
         assert num_pending and num_copies > num_waits == 0 and stats["restore.bytes"] > 0
         assert stats["evict.device_demoted_tokens"] == stats["evict.device_lost_tokens"] == 0
-        settled(engine)
-
-
-@pytest.mark.parametrize("model", EACH_MODEL)
-def test_each_kind_of_model_takes_turns(model: ModelGeometry) -> None:
-    """Prompts that fit the two tiers together come back right, windows and states with them, and what leaves the device
-    with one of these."""
-    with build_engine(config(**{**SIZES, "host_bytes": 20 * 8 * 256}), model) as engine:
-        assert engine.inspect.context.exclusive is not None
-        for n in range(6):
-            tokens = prompt(n % 2, 113)
-            lease = serve(engine, f"turn{n}", tokens, model, 8)
-            assert n < 2 or lease.hit.host > 0
         settled(engine)
 
 

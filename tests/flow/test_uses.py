@@ -1,4 +1,4 @@
-"""What is known of how often a prompt is used: only a use is one, and it goes with the pages from tier to tier."""
+"""Counts of uses: only a use of a prompt counts, and counts move with the pages from tier to tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compute(engine: CacheEngine, name: str, tokens: np.ndarray, **hints: object)
 
 
 def empty_device(engine: CacheEngine) -> None:
-    """What is left there after two prompts that fill it, which are not computed, goes too."""
+    """Evict all pages of the device by two prompts that fill it and are not computed."""
     engine.flush()
     with engine.acquire(CacheRequest("a", prompt(98, 256))), engine.acquire(CacheRequest("b", prompt(99, 256))):
         engine.flush()
@@ -63,8 +63,8 @@ def test_uses_go_to_the_host_with_what_leaves_the_device(policy: str) -> None:
 
 @pytest.mark.parametrize("way", ["landed", "in flight", "divided in flight", "used before", "evicted later"])
 def test_what_is_said_of_later_uses_holds_on_the_host(way: str) -> None:
-    """Of two prompts the host keeps that which will be asked for again, and evicts first that which will not, whether
-    their pages were there when the caller said so, on their way, or come when the device evicts them."""
+    """The host keeps a prompt with expected uses and evicts one whose session has ended. Their pages are on the host,
+    in flight, or on the device alone when the caller gives the hint."""
     policy = "write_back" if way == "evicted later" else "write_through"
     sizes = {"device_tokens": 512, "host_bytes": 31 * PAGE_BYTES, "eviction_policy": "auto", "write_policy": policy}
     engine = build_engine(config(**sizes), GEOMETRY)

@@ -17,19 +17,19 @@ NAME, PAGE = "write_through_priority", 8
 
 @pytest.fixture(autouse=True)
 def own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the policy takes beside its file: one entry in the table."""
+    """Enter the policy in the table of policies."""
     monkeypatch.setitem(POLICIES, NAME, lambda config: PriorityWriteThrough(minimum=1))
 
 
 def use(engine: CacheEngine, name: str, tokens: np.ndarray, priority: int) -> None:
-    """One request of that priority, and the end of what it began."""
+    """Serve one request of that priority, and wait for its copies."""
     serve(engine, name, tokens, priority=priority)
     engine.flush()
     engine.check()
 
 
 def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
-    """The prefixes whose last page the host holds, after comparing the bytes of that page with what was computed."""
+    """The prefixes whose last page the host holds. The bytes of that page are compared with the computed ones."""
     context, found = engine.inspect.context, set[tuple[int, ...]]()
     for node in context.tree.nodes():
         tokens = np.concatenate([at.run.tokens for at in node.path()[::-1] if at.run is not None])

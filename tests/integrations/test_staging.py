@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +10,8 @@ import pytest
 
 from disk_case import Clock, Gate, TroubledStore, started_tier
 from hicache.integrations.staging import WaitingTier
-from hicache.storage import PageBuffer, PageFormat
-from hicache.storage.process.health import LIMITS, Limits
-from hicache.storage.process.settings import ServiceSettings
-from hicache.storage.process.stores import StoreRequest
-from hicache.stores.tier import open_tier
+from hicache.storage import PageBuffer
+from hicache.storage.process.health import LIMITS
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 12
@@ -127,32 +122,3 @@ def test_many_threads_at_once_get_their_own_answers(store: Store) -> None:
     for thread in threads:
         thread.join(BOUND_S)
     assert not wrong and not any(thread.is_alive() for thread in threads)
-
-
-@pytest.mark.store_process
-def test_a_process_that_is_killed_is_a_miss_and_is_started_again(tmp_path: Path) -> None:
-    """What waits for it has its answer, what it had acknowledged is there afterwards, and nothing else is served."""
-    limits = Limits(io_timeout_s=60, reopen_backoff_s=0.01, max_reopen_backoff_s=0.01)
-    url, formats = f"lmdb://{tmp_path / 'store'}?budget=64MiB", [PageFormat(PAGE_BYTES)]
-    inner = open_tier(StoreRequest(url, {"model": "toy"}, formats, settings=ServiceSettings(limits=limits)))
-    tier = WaitingTier(inner, PAGE_BYTES)
-    assert tier.write(KEYS, PAGE_BYTES, fill) == [True] * NUM_PAGES
-    everything, is_over, found = [(n, n) for n in range(NUM_PAGES)], threading.Event(), list[Landed]()
-
-    def ask() -> None:
-        while not is_over.is_set():
-            found.append(read(tier, KEYS))
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for times in range(3):
-        eventually(lambda: inner.is_open and len(read(tier, KEYS)) == NUM_PAGES)
-        os.kill(inner.pid, signal.SIGKILL)
-        eventually(lambda times=times: read(tier, KEYS) is not None and inner.times_lost > times)
-    is_over.set()
-    for thread in threads:
-        thread.join(BOUND_S)
-    assert not any(thread.is_alive() for thread in threads) and all(one == everything[: len(one)] for one in found)
-    assert eventually(lambda: read(tier, KEYS) == everything)
-    assert tier.close()

@@ -22,7 +22,7 @@ from hicache.prefix_cache.batch import (
     release_kv_cache,
     write_cache_indices,
 )
-from prefix_case import Batch, Cache, FakeRunner, Request, free, full_cache, mamba_cache, swa_cache
+from prefix_case import Batch, Cache, FakeRunner, Request, full_cache, swa_cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLACES = [
@@ -144,21 +144,6 @@ def test_a_refused_batch_takes_nothing(page_size: int, caplog: pytest.LogCapture
         alloc_req_slots(cache.req_to_token_pool, [fresh(cache) for _ in range(8)], cache)
     cache.sanity_check()
     cache.req_to_token_pool.check()
-
-
-def test_a_refused_batch_keeps_the_states_of_its_matches() -> None:
-    """Out of slots, a request gives back the state that came with its row, and keeps the one that its match brought."""
-    cache = mamba_cache(8, num_states=4)
-    runner = FakeRunner(cache)
-    runner.serve([1, 2])
-    matched, new = Request([1, 2, *range(10, 20)]), Request(list(range(30, 40)))
-    runner.admit(matched)
-    runner.admit(new)
-    own = matched.mamba_pool_idx
-    with pytest.raises(OutOfSlots):
-        alloc_for_extend(Batch([matched, new], cache, [2, 0], torch.tensor([12, 10])))
-    assert matched.mamba_pool_idx is own and new.mamba_pool_idx is None and own is not None
-    assert free(cache) == (6, 2) and matched.req_pool_idx is None is new.req_pool_idx
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

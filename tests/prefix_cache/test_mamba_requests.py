@@ -97,51 +97,6 @@ def test_decoding_is_cached_by_two_states_in_turns() -> None:
     cache.sanity_check()
 
 
-def test_without_a_free_state_nothing_is_stored() -> None:
-    """Where no state is free or evictable, a running request shares nothing, continues, and donates its state at its
-    end."""
-    cache = mamba_cache(num_states=1)
-    runner = FakeRunner(cache)
-    req = Request(list(range(12)))
-    runner.prefill(req, chunk=5)
-    assert cache.total_size() == (0, 0) and req.cache_protected_len == 0 and req.last_node is cache.root_node
-    runner.decode(req, 5)
-    release_kv_cache(req, cache)
-    assert states_of(cache, req.tokens) == [13] and free(cache) == (51, 0)
-    # With the extra buffer too, the request's own two states are all there are.
-    cache = mamba_cache(num_states=2, extra_buffer=True)
-    runner = FakeRunner(cache)
-    req = Request(list(range(12)))
-    runner.admit(req)
-    runner.extend(req, 8)
-    runner.checkpoint(req)
-    runner.extend(req, 12)
-    cache.cache_unfinished_req(req)
-    assert cache.total_size() == (0, 0) and req.mamba_last_track_seqlen == 8
-    release_kv_cache(req, cache)
-    assert states_of(cache, req.tokens) == [8, 12] and free(cache) == (52, 0)
-    cache.sanity_check()
-
-
-@pytest.mark.parametrize("is_insert", [False, True])
-def test_the_end_frees_the_states_that_the_tree_does_not_take(is_insert: bool) -> None:
-    """Also for a caller that frees the row itself: a checkpoint at a length where the tree has a state, and an end
-    within a page, are freed."""
-    cache = mamba_cache(page_size=4, extra_buffer=True)
-    runner = FakeRunner(cache)
-    for _ in range(2):
-        req = Request(list(range(10)))
-        runner.admit(req, limit=0)
-        runner.extend(req, 8)
-        runner.checkpoint(req)
-        runner.extend(req, 10)
-        cache.cache_finished_req(req, is_insert)
-        assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
-        cache.req_to_token_pool.free(req)
-        assert free(cache) == ((56, 11) if is_insert else (64, 12))
-    cache.sanity_check()
-
-
 def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
     """A checkpoint that has consumed more tokens than are shared is not stored until the rest is shared."""
     cache = mamba_cache(page_size=4, extra_buffer=True)

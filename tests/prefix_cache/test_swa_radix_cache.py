@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hicache import EvictParams, EvictResult, InsertParams, InsertResult, RadixKey, SWARadixCache
 from prefix_case import key, matched, swa_cache
@@ -58,23 +57,3 @@ def test_locks_cover_the_window_only(page: int) -> None:
     cache.sanity_check()
     assert cache.evict(EvictParams(99)) == EvictResult(7 * page, 4 * page)
     assert sizes(cache) == (64, 0, 64, 0)
-
-
-def test_slots_of_a_match_are_not_freed() -> None:
-    """Tokens before prev_prefix_len are offered as the tree's own slots: they stay, tombstones among them too, as far
-    as the tree has them."""
-    empty = swa_cache(64, 64)
-    assert put(empty, [1, 2, 3, 4], prev_prefix_len=4) == InsertResult(0) and sizes(empty) == (60, 4, 60, 4)
-    cache = swa_cache(64, 64, window=2, page_size=1)
-    put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
-    match = cache.match_prefix(key([1, 2, 3, 4]))
-    fresh = cache.token_to_kv_pool_allocator.alloc(2)
-    slots = torch.cat((match.device_indices, fresh))
-    assert cache.insert(InsertParams(RadixKey([1, 2, 3, 4, 5, 6]), slots, prev_prefix_len=4)) == InsertResult(4)
-    cache.sanity_check()
-    assert sizes(cache) == (58, 6, 60, 4)
-    # Said with no more than half of it: the other half would be freed, were it not another's slots.
-    again = torch.cat((match.device_indices[:2], cache.token_to_kv_pool_allocator.alloc(4)))
-    assert cache.insert(InsertParams(RadixKey([1, 2, 3, 4, 5, 6]), again, prev_prefix_len=2)) == InsertResult(6)
-    cache.sanity_check()
-    assert sizes(cache) == (58, 6, 60, 4)

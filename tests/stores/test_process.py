@@ -440,32 +440,6 @@ def test_what_an_engine_left_is_stored(mode: str, tmp_path: Path) -> None:
         store.check()
 
 
-def test_a_store_that_its_engine_did_not_wait_for_is_closed(tmp_path: Path) -> None:
-    """One that is being opened when the engine ends is whole when its process has ended."""
-    code = (
-        "import os, signal, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from hicache.storage.process.client import StoreClient; from process_case import Case\n"
-        "def leave(client, _):\n"
-        "    os.kill(client.pid, signal.SIGSTOP)\n"
-        "    print(client.pid, flush=True)\n"
-        "    os._exit(0)\n"
-        "StoreClient.wait = leave\n"
-        "Case(sys.argv[1])"
-    )
-    with contextlib.closing(Case(at(tmp_path / "s"))) as case:
-        assert case.stored(*pages(1, 2)) == (True, True)
-    with Program(code, at(tmp_path / "s"), SUPPORT) as engine:
-        assert engine.stdout is not None
-        stopped = int(engine.stdout.readline())
-        pidfd = os.pidfd_open(stopped)
-        engine.wait()
-        os.kill(stopped, signal.SIGCONT)
-        assert select.select([pidfd], [], [], PATIENCE_S)[0]
-        os.close(pidfd)
-    with contextlib.closing(open_existing(tmp_path / "s")) as store:
-        assert store.rebuilt_pages is None
-
-
 _LEAVES_NOTHING = """
 import ctypes, gc, os, signal, sys
 from pathlib import Path

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import memory_store
-from disk_case import PATIENCE_S, disk_threads, page_keys
+from disk_case import disk_threads, page_keys
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, Hit, build_engine
 from hicache.errors import ConfigError, NotStored
 from hicache.storage import PageBuffer, PageStore, StoreStats
@@ -42,39 +42,21 @@ def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "")
     return hit
 
 
-class Forgetful(MemoryPageStore):
-    """A store that can refuse what it is given, and lose what it has."""
+class Refusing(MemoryPageStore):
+    """A store that refuses pages while `takes` is False."""
 
-    takes = gives = True
+    takes = True
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
         return super().put(items, lag=lag, deadline_s=deadline_s) if self.takes else [False] * len(items)
 
-    def get_into(
-        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
-    ) -> list[bool]:
-        return super().get_into(keys, buffers, deadline_s=deadline_s) if self.gives else [False] * len(keys)
-
 
 def test_a_store_of_ones_own_is_one_file() -> None:
     """Its file imports the contract of stores, and nothing else of the project."""
     names = {getattr(value, "__module__", None) for value in vars(memory_store).values()}
     assert {name for name in names if name is not None and name.startswith("hicache")} == {"hicache.storage.base"}
-
-
-def test_pages_that_left_memory_come_back_from_it(device: str) -> None:
-    """Over tiers that hold a part of the prompts, each is read back from the store with its values, however often."""
-    store = MemoryPageStore(1 << 20)
-    prompts = [prompt(n) for n in range(8)]
-    with engine_over(store, device=device) as engine:
-        first = [ask(engine, f"a{n}", tokens) for n, tokens in enumerate(prompts)]
-        again = [ask(engine, f"b{n}", tokens) for n, tokens in enumerate(prompts)]
-        assert all(hit == Hit() for hit in first)
-        assert all(hit == Hit(disk=CACHED_LEN) for hit in again[:3])  # the least recently used
-        assert engine.stats()["disk.stored_pages"] == 8 * NUM_PAGES
-    store.check()
 
 
 def test_engines_share_a_store_that_its_owner_closes() -> None:
@@ -94,18 +76,6 @@ def test_engines_share_a_store_that_its_owner_closes() -> None:
         eventually(lambda: third.stats()["disk.failed_touches"] >= 1, third.stats)
     with engine_over(store) as fourth:  # every call raises now
         assert ask(fourth, "d", tokens) == Hit() and ask(fourth, "e", tokens) == Hit(device=CACHED_LEN)
-
-
-def test_a_shared_store_never_mixes_models_and_tenants() -> None:
-    """Engines of other models, salts and namespaces find nothing of each other's, though the store knows of none."""
-    store, tokens = MemoryPageStore(1 << 20), prompt(1)
-    with engine_over(store) as engine:
-        ask(engine, "a", tokens, "tenant")
-    for changes, namespace in (({"model_id": "other"}, "tenant"), ({"salt": "other"}, "tenant"), ({}, "other")):
-        with engine_over(store, **changes) as engine:
-            assert ask(engine, "b", tokens, namespace) == Hit()
-    with engine_over(store) as engine:
-        assert ask(engine, "c", tokens, "tenant") == Hit(disk=CACHED_LEN)
 
 
 class Twisted(MemoryPageStore):
@@ -190,7 +160,7 @@ def test_a_store_that_cannot_count_is_used() -> None:
 def test_what_a_store_refuses_stays_on_the_host() -> None:
     """Where `put` says False and counts no error, the pages count as not stored and serve from the host, and writing
     goes on: they are stored as soon as it says True."""
-    store, tokens = Forgetful(1 << 20), prompt(1)
+    store, tokens = Refusing(1 << 20), prompt(1)
     with engine_over(store) as engine:
         store.takes = False
         ask(engine, "a", tokens)
@@ -205,19 +175,6 @@ def test_what_a_store_refuses_stays_on_the_host() -> None:
         store.takes = True
         ask(engine, "d", tokens)
         assert all(store.contains(keys))
-
-
-def test_what_a_store_has_lost_is_a_miss() -> None:
-    """Where `get_into` says False for pages that `contains` named, they are counted as lost and computed again."""
-    store, tokens = Forgetful(1 << 20), prompt(1)
-    with engine_over(store) as engine:
-        ask(engine, "a", tokens)
-    store.gives = False
-    with engine_over(store) as engine:
-        assert engine.lookup(tokens, disk_wait_s=PATIENCE_S).disk == CACHED_LEN
-        assert ask(engine, "b", tokens) == Hit()
-        stats = engine.stats()
-        assert stats["prefetch.lost_pages"] > 0 and stats["disk.reads_opens"] == 0
 
 
 def test_a_store_takes_the_place_of_the_disk_settings(tmp_path: Path) -> None:

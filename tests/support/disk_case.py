@@ -34,8 +34,8 @@ class Clock:
 
 
 class TroubledStore:
-    """A `PageStore` that passes calls on to `inner`. `trouble(verb)` runs before each call that reads or writes, and may
-    raise or wait. A read reports a page as missing, and leaves other bytes in its buffer, if `loses(key, buffer)`.
+    """A `PageStore` that passes calls on to `inner`. `trouble(verb)` runs before each call that reads or writes, and
+    may raise or wait. A read reports a page as missing, and leaves other bytes in its buffer, if `loses(key, buffer)`.
     `calls`: verb and keys of each call that reached `inner`; `lags`: of its puts."""
 
     def __init__(self, inner: PageStore) -> None:

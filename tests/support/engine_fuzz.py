@@ -264,8 +264,10 @@ class EngineFuzz:
 
     def reload(self) -> None:
         """Admit requests in sequence for pages that only the host has: of all components, or of components whose slots
-        and states were evicted while full pages stayed. Copies of the loads may fail, and requests may be aborted."""
+        and states were evicted while full pages stayed. Some loads continue the load of a shorter prefix. Their copies
+        may fail, and requests may be aborted."""
         self.serve()
+        served, namespace = self.prompts[-1]
         for name in list(self.live)[int(self.rng.integers(2)) :]:
             self.engine.backup(self.live[name].lease)
             self._end(name)
@@ -279,8 +281,9 @@ class EngineFuzz:
                 self._acquire(CacheRequest(next(self.names), self.rng.integers(4, 8, 12)))
             for name in [name for name in self.live if name not in before]:
                 self._end(name)
-        for _ in range(int(self.rng.integers(1, 6))):
-            self._acquire(self._request(known=1.0))
+        for end in np.sort(self.rng.integers(1, len(served) + 1, int(self.rng.integers(1, 6)))):
+            is_prefix = self.rng.random() < 0.5
+            self._acquire(self._request_for(served[:end], namespace) if is_prefix else self._request(known=1.0))
             if self.rng.random() < 0.3:
                 self.faults.fail_load()
             if self.rng.random() < 0.2:
@@ -418,11 +421,13 @@ class EngineFuzz:
             stem, space = self.prompts[rng.integers(len(self.prompts))]
         tokens = np.concatenate([stem, rng.integers(0, 3, rng.integers(0, 20))])[:_LONGEST_PROMPT]
         self.prompts = [*self.prompts[-5:], (tokens, space)]
-        reserve = int(rng.choice([8, 16, 24]))
-        name = next(self.names)
+        return self._request_for(tokens, space)
+
+    def _request_for(self, tokens: np.ndarray, namespace: str) -> CacheRequest:
+        name, reserve, priority = next(self.names), int(self.rng.choice([8, 16, 24])), int(self.rng.integers(0, 3))
         self.asked.add(name)
-        hints = HINTS[min(int(rng.integers(6)), 3)]
-        return CacheRequest(name, tokens, space, reserve, priority=int(rng.integers(0, 3)), **hints)  # type: ignore[arg-type]
+        hints = HINTS[min(int(self.rng.integers(6)), 3)]
+        return CacheRequest(name, tokens, namespace, reserve, priority=priority, **hints)  # type: ignore[arg-type]
 
     def _acquire(self, request: CacheRequest) -> None:
         """Where pages are exchanged step by step, some requests do not wait for that, and come again, or go."""

@@ -88,7 +88,7 @@ def fill(store: PacedStore, *prompts: np.ndarray) -> None:
 
 
 def until_found(engine: CacheEngine, store: PacedStore, *handles: Prefetch) -> None:
-    """Poll until the store has told what it holds for these, and the first read is held."""
+    """Poll until the store has answered which pages it has for these, and the first read is blocked."""
     eventually(
         lambda: engine.poll() or (all(handle.found_tokens for handle in handles) and store.held == 1), engine.stats
     )
@@ -106,11 +106,11 @@ def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, rea
 
 
 @contextmanager
-def asked(
-    store: PacedStore, read_s: float, *, overlaps: bool = False
+def pending_prefetch(
+    store: PacedStore, *, read_s: float, overlaps: bool = False
 ) -> Iterator[tuple[CacheEngine, Prefetch, np.ndarray]]:
-    """An engine that computes a token a second and knows that a read takes `read_s`; the prefetch of "a", for tokens
-    that the store has and reads when it is allowed; and these tokens. `overlaps`: however few they are."""
+    """An engine that computes a token in 1 s and has measured reads of `read_s`; the prefetch of request "a", whose
+    pages the store has and reads when the test allows it; and the tokens of its prompt."""
     one, two = tokens_of(1), tokens_of(2)
     fill(store, one, two)
     with engine_of(store) as engine:
@@ -122,8 +122,8 @@ def asked(
         yield engine, engine.prefetch("a", two, overlaps=overlaps), two
 
 
-def admitted(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
-    """Serve the request, comparing every byte that it reuses; returns its tokens from disk."""
+def tokens_from_disk(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
+    """Serve a request, and compare every byte that it reuses. Returns the number of its tokens from disk."""
     hit = serve(engine, name, tokens).hit
     settled(engine)
     assert engine.inspect.prefetcher is not None and not engine.inspect.prefetcher.is_busy()

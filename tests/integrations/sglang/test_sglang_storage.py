@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import prometheus_client
@@ -17,7 +15,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 import sglang_on_cpu
-from disk_case import Gate, failing
+from disk_case import Gate
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import host_pages
 from hicache.storage import describe
@@ -248,45 +246,6 @@ def test_copies_to_the_host_show_the_speed_of_prefill(tmp_path: Path, monkeypatc
         buffer, index = sglang_on_cpu._rows(host, 0, 0, slots)
         assert torch.equal(buffer[index], device.k_buffer[0][slots])
     assert "backup_from_device_all_layer" not in vars(host)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), RuntimeError("a bug")])
-def test_a_store_that_raises_makes_misses(tmp_path: Path, error: Exception) -> None:
-    """In every call, from every thread, and all is served again afterwards."""
-    case = Case(tmp_path)
-    with troubled() as stores:
-        server = Server(case)
-    with server:
-        stored, _ = server.backup(tokens(NUM_PAGES, case))
-        for verb in ("contains", "get_into", "put"):
-            stores[0].trouble = failing(error, verb)
-            assert verb == "put" or server.prefetch(tokens(NUM_PAGES, case)) == []
-            assert verb != "put" or server.backup(tokens(NUM_PAGES, case, first=5000))[1] == 0
-            stores[0].trouble = lambda verb: None
-
-            def is_served() -> bool:
-                clock.now_s += LIMITS.max_reopen_backoff_s
-                found = server.prefetch(tokens(NUM_PAGES, case))  # of the first ones a read alone is a probe
-                assert found == stored[: len(found)]
-                return found == stored
-
-            eventually(is_served)
-
-
-@pytest.mark.smoke
-def test_what_the_backend_raises_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SGLang logs it and computes; its threads live, and all is served again afterwards."""
-    case = Case(tmp_path)
-    with Server(case) as server:
-        stored, _ = server.backup(tokens(NUM_PAGES, case))
-        for verb in ("batch_exists", "batch_get_v1", "batch_set_v1"):
-            with mock.patch.object(server.backend, verb, side_effect=RuntimeError("a bug")):
-                assert verb == "batch_set_v1" or server.prefetch(tokens(NUM_PAGES, case)) == []
-                assert verb != "batch_set_v1" or server.backup(tokens(NUM_PAGES, case, first=5000))[1] == 0
-            assert caplog.text.count("RuntimeError: a bug") == 1
-            caplog.clear()
-            assert server.threads_live() and server.prefetch(tokens(NUM_PAGES, case)) == stored
 
 
 @pytest.mark.smoke
