@@ -1,4 +1,4 @@
-"""The store of a server: identities and salts on one path or socket, and what happens where it cannot be used."""
+"""The store of a server: identities and salts on one path or socket, and stores that cannot be opened."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_what_the_caller_raises_ends_the_call_alone(store: Store, failing: int) 
 
 
 def test_a_caller_waits_for_a_page_as_long_as_it_says(store: Store, clock: Clock) -> None:
-    """What comes later does not land, and its staging pages are free then."""
+    """Later pages do not land, and their staging pages are free after the answer."""
     tier, troubled = store
     gate, landed = Gate("get_into"), Landed()
     troubled.trouble = gate
@@ -100,7 +100,7 @@ def test_a_caller_waits_for_a_page_as_long_as_it_says(store: Store, clock: Clock
 
 
 def test_many_threads_at_once_get_their_own_answers(store: Store) -> None:
-    """One of those that wait takes the answers of all."""
+    """One waiting thread receives the answers of all."""
     tier, _ = store
     wrong: list[object] = []
     start = threading.Barrier(6)

@@ -25,7 +25,7 @@ def spans_of(num_tokens: int) -> list[tuple[int, int]]:
 
 
 class Case:
-    """A gate over a disk with `num_readers`, and what it learns."""
+    """A gate over a disk with `num_readers`, and the cost model of both."""
 
     def __init__(self, tokens_per_s: Any = "auto", num_readers: int = 4) -> None:
         self.clock = Clock()
@@ -70,7 +70,7 @@ class Case:
         self.gate.forget(request)
 
     def read(self, seconds: float) -> None:
-        """All readers together bring a prompt in so much time."""
+        """All readers together read a prompt in `seconds`."""
         for _ in range(4):
             self.gate.read(PROMPT_BYTES // 4, seconds)
 
@@ -80,8 +80,8 @@ class Case:
 
 
 def test_loads_wait_for_those_before_them() -> None:
-    """Those that are under way, and those that were accepted in the same step. A prompt is read in 0.4 s and computed
-    in 1: the third would take longer than that."""
+    """A load waits for loads in flight, and for those accepted in the same step. A prompt is read in 0.4 s and computed
+    in 1 s: the third load would take longer than computing."""
     case = Case(PROMPT)
     case.read(0.4)
     assert not case.loads(queue=Queue(2 * PROMPT_BYTES, case.clock()))
@@ -138,7 +138,7 @@ def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
 
 
 def test_nobody_waits_for_an_answer_longer_than_computing_costs() -> None:
-    """The disk does not say whether it holds the prompt. Alone that may take 1 s; beside another, 2."""
+    """A request waits at most 1 s for the answer of the disk, and at most 2 s if computing delays another request."""
     case = Case(PROMPT)
     for others in (0, 1):
         for _ in range(others):
@@ -233,7 +233,7 @@ def test_idle_time_and_decoding_between_prompts_do_not_count() -> None:
 
 
 def test_what_says_nothing_of_prefill_does_not_count() -> None:
-    """A prompt that has ended, what the GPU had before it, and what was generated."""
+    """A prompt that has ended, a prefix that the GPU had, and generated tokens do not count."""
     timed = Timed()
     timed.step()
     timed.begin("a", "b", start=8192, end=16384)

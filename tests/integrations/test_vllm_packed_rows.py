@@ -54,7 +54,7 @@ CACHES = {
 
 
 class TransferFixture:
-    """The cache of one worker of two, its part of the rows in shared memory, and what both should hold."""
+    """The cache of one worker of two, its part of the rows in shared memory, and the expected contents of both."""
 
     def __init__(self, device: str, cache: Cache) -> None:
         self.cache, self.per_chunk, self.on = cache, cache.per_chunk, torch.device(device)
@@ -139,8 +139,8 @@ class TransferFixture:
         self.is_raw[row] = any(self.is_random[block] for _, block in of_chunk)
 
     def check(self) -> None:
-        """The cache holds what it should, rests are kept of the chunks that did not fit and of no other, and nothing
-        beside this worker's part of a row is written."""
+        """The cache has the expected bytes, only chunks that did not fit have rests, and no byte outside of this
+        worker's part of a row was written."""
         on_device = np.concatenate([tensor.cpu().numpy() for tensor in self.tensors], axis=1)
         assert (on_device == self.blocks).all()
         assert [row in self.link.rests for row in range(NUM_ROWS)] == self.is_raw
@@ -155,8 +155,7 @@ class TransferFixture:
 
 @pytest.mark.parametrize("name", CACHES)
 def test_blocks_of_random_transfers_arrive_and_nothing_else_changes(device: str, name: str) -> None:
-    """Whole chunks and parts of them, those that fit and those that do not, of one group and of two; rows are used
-    again for others."""
+    """Transfers of complete chunks and parts, which fit or do not, of one or two groups, with reused rows."""
     rng, fixture = random.Random(name), TransferFixture(device, CACHES[name])
     per_chunk = fixture.per_chunk
     for step in range(30):
@@ -207,7 +206,7 @@ class Failing:
 
 @pytest.mark.parametrize("random_bits", [0, 1])
 def test_failed_copies_are_made_again_by_other_means(device: str, random_bits: int) -> None:
-    """Of chunks that fit and of others, both ways: every copy is made twice, and the second time is right."""
+    """Each copy in both directions fails first and succeeds when it is repeated, for chunks that fit or do not."""
     fixture = TransferFixture(device, CACHES["two shapes"])
     fixture.fill(1, random_bits=random_bits)
     fixture.link.parts = [replace(part, backend=Failing(part.backend)) for part in fixture.link.parts]
@@ -233,8 +232,8 @@ def test_failed_copies_are_made_again_by_other_means(device: str, random_bits: i
 
 
 def test_a_row_that_holds_another_chunk_than_its_worker_knows_is_not_served(device: str) -> None:
-    """A raw chunk of another row, or of a worker whose tiles have another shape, or bytes that nobody stored. What the
-    disk wrote over a raw chunk is served, and the rest is given back."""
+    """A raw chunk of another row, of a worker whose tiles have another shape, or bytes that were never stored, fail. A
+    chunk that the disk wrote over a raw chunk is served, and the rest of the raw chunk is freed."""
     fixture = TransferFixture(device, CACHES["heads"])
     fixture.fill(1)
     fixture.is_random[:2] = True

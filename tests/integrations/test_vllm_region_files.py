@@ -1,4 +1,4 @@
-"""What is removed of vLLM's files in /dev/shm, and what is not. Without vLLM."""
+"""Removal of vLLM's files in /dev/shm, without vLLM."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def engine() -> Iterator[str]:
 
 
 def test_files_that_nobody_uses_are_removed(engine: str) -> None:
-    """With those of further segments and those that were just made. What a process has open or mapped stays, and so
-    does what is no region of vLLM's."""
+    """Unused files, their further segments and empty ones are removed. Files that a process has open or mapped, and
+    other files than vLLM's regions, stay."""
     left = [FOLDER / f"{engine}-{name}" for name in ("left.mmap", "left.mmap.1", "empty.mmap")]
     others = [FOLDER / f"{engine}.txt", FOLDER / f"my_{engine}.mmap"]
     for path in (*left, *others):

@@ -32,7 +32,7 @@ def kept(record: Path) -> dict[str, list[int | str]]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Two shards with their index, a file of code and what does not count."""
+    """Two shards with their index, a file of code, and files that do not count."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("a-1.safetensors", "a-2.safetensors", "config.json", "model.safetensors.index.json", "modeling_a.py"):
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_read_is_named(model: Path, monkeypatch: pytest.Mo
 
 
 def test_of_those_that_start_at_once_one_reads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All get one digest, and what they keep is whole."""
+    """All get the same digest, and the record is complete."""
     found, plain, reads = list[str](), Path.open, Counter[str]()
 
     def opened(path: Path, *args: Any, **given: Any) -> Any:

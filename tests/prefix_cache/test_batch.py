@@ -1,4 +1,4 @@
-"""Batches of extends and decodes over a table, an allocator and a prefix cache that evicts what nobody uses."""
+"""Batches of extends and decodes over a request table, an allocator and a prefix cache that evicts unlocked pages."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_no_more_is_evicted_than_is_missing(page_size: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_refused_batch_takes_nothing(page_size: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Out of slots: what nobody needs is evicted, then an error has tokens requested, available and evictable, the tree
-    is in the log, and no row is taken."""
+    """Without enough slots, unlocked pages are evicted first. The error has the tokens requested, available and
+    evictable, the log has the tree, and no row is taken."""
     cache = full_cache(24, page_size)
     runner, first = FakeRunner(cache), Request(list(range(100, 117)))
     runner.serve(list(range(4)))
@@ -189,7 +189,7 @@ def test_lengths_that_disagree_are_refused() -> None:
 
 
 def test_full_and_window_slots_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a window allocator the tree is asked for what is missing of full and of window slots."""
+    """With a window allocator the tree evicts the missing numbers of full and of window slots."""
     cache, asked = swa_cache(32, 16, page_size=4), []
     assert isinstance(cache.token_to_kv_pool_allocator, SWATokenToKVPoolAllocator)
     cache.token_to_kv_pool_allocator.alloc(12)

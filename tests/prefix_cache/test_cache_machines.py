@@ -1,7 +1,7 @@
 """The public prefix caches over real pools, driven at random against plain oracles.
 
-After every step: no violation of the tree or the pools, every slot and state free or of one owner, what the tree says
-it holds is what computing from nothing gives, and every match is the longest that the contents allow.
+After every step the tree and the pools have no violation. Every slot and state is free or has one owner. The contents
+of the tree equal values computed without a cache, and every match is the longest that the contents allow.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def names_of(tokens: list[int], extra_key: str | None, page: int) -> list[Name]:
 
 
 class Held:
-    """What a tree holds, by name: found by walking its nodes, and asked without its help."""
+    """Contents of a tree by name, from a walk over its nodes."""
 
     def __init__(self, cache: Cache) -> None:
         self.slots: dict[Name, int] = {}
         self.window_of: dict[Name, bool] = {}
         self.states: set[Name] = set()
         self.contents: dict[int, int] = {}  # slot -> the prefix that it should be the attention state of
-        self.consumed: list[tuple[torch.Tensor, list[int]]] = []  # states and what they should have consumed
+        self.consumed: list[tuple[torch.Tensor, list[int]]] = []  # states, and the tokens that they must have consumed
         self._page, self._cache = cache.page_size, cache
         stack: list[tuple[TreeNode, list[int]]] = [(child, []) for child in cache.root_node.children.values()]
         while stack:
@@ -226,7 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 6), windows=st.integers(0, 4), states=st.integers(0, 3))
     def evict(self, pages: int, windows: int, states: int) -> None:
-        """At least what was asked for comes free, or all that nobody locks; what is locked stays usable."""
+        """The requested size is freed, or all that is not locked. Locked prefixes stay usable."""
         page = self.page
         asked = EvictParams(pages * page, windows * page, states)
         before = free(self.cache), self.evictable()

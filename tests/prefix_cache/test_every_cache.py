@@ -1,4 +1,4 @@
-"""What holds for each kind of prefix cache: of full attention, with sliding windows, and with recurrent states."""
+"""Properties of every prefix cache: full attention, sliding windows, and recurrent states."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_request_that_adds_no_page_raises_its_prefix(make: Make, ends: bool) -
 
 
 def test_bigrams_keep_the_last_token() -> None:
-    """With bigrams the last token of what is cached stays the request's own, with its window, through chunks, and is
-    freed with it."""
+    """With bigrams the last cached token and its window stay the request's own through all chunks, and are freed with
+    the request."""
     for cache in (full_cache(64, 1, is_eagle=True), full_cache(64, 4, is_eagle=True), swa_cache(64, is_eagle=True)):
         runner, req = FakeRunner(cache), Request(list(range(13)))
         runner.admit(req)

@@ -1,4 +1,4 @@
-"""What code written for the field's caches names and calls: names, the order of parameters, and what calls do."""
+"""Names, parameters and behaviour that code written for SGLang's caches uses."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_parameters_are_those_of_the_field() -> None:
 
 
 def test_settings_of_schedulers_are_taken_or_refused() -> None:
-    """What a scheduler passes and no cache acts on is taken at its default; any other value is refused by name."""
+    """Settings that no cache uses are accepted at their defaults. Any other value is refused by name."""
     common: dict[str, Any] = {
         "disable": False, "req_to_token_pool": None, "token_to_kv_pool_allocator": None, "page_size": 1,
     }  # fmt: skip

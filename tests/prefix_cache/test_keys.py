@@ -1,4 +1,4 @@
-"""Keys: ids packed once, in memory that keys, slices and nodes share, and what is refused."""
+"""Keys: ids are packed once, in memory that keys, slices and nodes share, and invalid ids are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bigrams_take_no_ids_that_collide() -> None:
 
 
 def test_keys_hold_integers() -> None:
-    """What packing would change, so that another prompt could hit it, is refused."""
+    """Ids that packing would change are refused, because another prompt could hit them."""
     wrong: list[Any] = [
         [1.5, 2.0], [[1, 2], [3, 4]], np.array([1 << 63], np.uint64), [1 << 70], [*range(70), 1 << 63], ["a"],
         [True, False], [1, [2, 3]],
@@ -83,8 +83,8 @@ def test_ids_are_packed_once() -> None:
 
 
 def test_a_node_shares_a_long_key_and_copies_a_short_part() -> None:
-    """A node of most of a key's tokens shares their memory, its halves do after a split, and nobody can write to it. A
-    node of a few of a key's tokens does not keep the memory of the whole key."""
+    """A node of most of a key's tokens shares their memory, so do its halves after a split, and the memory is
+    read-only. A node of a few of a key's tokens does not keep the memory of the whole key."""
     cache, tokens = RadixCache.create_simulated(), RadixKey(list(range(LONG)))
     cache.insert(InsertParams(tokens))
     node = node_of(cache, list(tokens))

@@ -1,4 +1,4 @@
-"""MambaRadixCache and requests: where states are left as they grow, and who owns them at every exit."""
+"""MambaRadixCache and requests: lengths at which states are stored, and owners of the states at each end."""
 
 from __future__ import annotations
 

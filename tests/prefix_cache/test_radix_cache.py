@@ -66,7 +66,7 @@ def test_locks_cover_the_path_to_the_root() -> None:
     assert (cache.evictable_size(), cache.protected_size()) == (2, 3)
     assert node.lock_ref == 2 and node.parent is not None and node.parent.lock_ref == 2
     assert cache.root_node.lock_ref >= 1
-    # A split of what is locked keeps both halves locked.
+    # A split of a locked node keeps both halves locked.
     upper = node_of(cache, [1])
     assert upper.lock_ref == 2 and cache.protected_size() == 3
     assert cache.evict(EvictParams(100)) == EvictResult(2)
@@ -103,7 +103,7 @@ def test_uses_are_counted_and_priorities_kept() -> None:
     insert(cache, [1, 2, 3, 4, 5], priority=7)
     below = node_of(cache, [1, 2, 3, 4])
     assert (node.hit_count, node.priority, below.hit_count, below.priority) == (5, 7, 4, 7)
-    # Half of a node has the priority of the whole; a new node beside it has its own.
+    # Both halves of a node have its priority; a new sibling has its own.
     insert(cache, [1, 2, 9], priority=-1)
     upper = node_of(cache, [1, 2])
     assert upper.priority == node.priority == 7

@@ -1,4 +1,4 @@
-"""The prefix cache of sliding windows: what a match needs behind it, what locks cover, and what tombstones get back."""
+"""The prefix cache of sliding windows: pages that a lock covers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_locks_cover_the_window_only(page: int) -> None:
     assert (cache.full_protected_size(), cache.swa_protected_size()) == (7 * page, 4 * page)
     assert (node.full_lock_ref, node.swa_lock_ref) == (1, 1)
     assert cache.inc_lock_ref(node) == given
-    # A split of what the lock covers does not change what it covers.
+    # A split of a locked node does not change the locked pages.
     matched(cache, pages(*range(4), page=page))
     assert (cache.full_protected_size(), cache.swa_protected_size()) == (7 * page, 4 * page)
     assert cache.evict(EvictParams(99, 99)) == EvictResult(0, 3 * page)

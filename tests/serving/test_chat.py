@@ -83,7 +83,7 @@ def terminal(server: Server, *arguments: object) -> Iterator[tuple[Program, int]
 
 
 def shown_until(ours: int, pattern: str) -> str:
-    """What the terminal shows up to the pattern, which must come; an empty one is the end."""
+    """The output of the terminal up to a required pattern; with an empty pattern, up to its end."""
     shown = ""
     with contextlib.suppress(OSError):  # the other end is closed
         while not (pattern and re.search(pattern, shown)):
@@ -163,7 +163,7 @@ BAD = {
 def test_what_cannot_be_asked_is_one_line(
     case: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit status 2, nothing on the standard output, and one line that names the culprit or what would do."""
+    """Exit status 2, an empty standard output, and one line that names the cause or the remedy."""
     arguments, question, culprit = BAD[case]
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")

@@ -35,8 +35,8 @@ def require_counted(text: str | None) -> None:
 
 
 def test_what_may_come_follows_what_came() -> None:
-    """Of the texts that the schema describes every beginning may be taken, and of others none; the end ends it, and a
-    copy goes on from where it was made."""
+    """The constraint allows each beginning of a text that the schema describes, and no other text. It ends with that
+    text. A copy continues from its own position."""
     first = answers().constraint(json.dumps(SCHEMA))
     text, other = b'{"n": 42, "of":\n"bc"}', None
     for place, byte in enumerate(text):

@@ -23,8 +23,8 @@ def texts(conversation: Conversation) -> list[str]:
 
 
 def test_diaries_have_their_facts_and_their_lengths() -> None:
-    """As many whole days as the length allows, three of them with a fact; each turn asks another question, until all
-    were asked. The same diaries each time, and more of them than there are kinds differ."""
+    """A diary has complete days up to its length, three of them with a fact. Each turn asks another question until all
+    were asked. Diaries are reproducible, and two diaries of one kind differ."""
     made = chats_about_diaries(5, 4, 6000, BYTES)
     assert made == chats_about_diaries(5, 4, 6000, BYTES)
     for conversation, num_tokens, facts in zip(made, document_lengths(5, 6000), [*FACTS, FACTS[0]], strict=True):

@@ -1,4 +1,4 @@
-"""What captured passes need that a CPU can show: which loads a replay waits for, and which sizes are compiled."""
+"""Captured passes, as far as a CPU can test them: loads that a replay waits for, and compiled sizes."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def hub() -> Iterator[str]:
 
 
 def chosen(endpoint: str, home: Path, *names: str) -> list[str]:
-    """What an interpreter of its own says of each, which reads the hub's address once: torch is not imported for it."""
+    """The choice of each name in a separate interpreter, because the hub's address is read once. It does not import
+    torch."""
     kept: Mapping[str, str] = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment = {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", CHOOSE, *names]
@@ -95,8 +96,8 @@ def chosen(endpoint: str, home: Path, *names: str) -> list[str]:
 
 
 def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
-    """Its configuration, tokenizer and safetensors come into the cache, no pickle and no code, and it keeps its name.
-    Once there it is used without asking again, so also where no hub is. What the hub does not have is one line."""
+    """Configuration, tokenizer and safetensors are downloaded to the cache, but no pickle and no code. A cached model
+    is used without the hub. A model that the hub lacks is one error line."""
     with hub() as endpoint:
         printed, reported, again, missing, pickled = chosen(
             endpoint, tmp_path, "tiny/model", "tiny/model", "tiny/missing", "tiny/pickled"

@@ -72,8 +72,8 @@ def test_identity_sees_weights_and_configuration() -> None:
 def test_an_answer_ends_with_each_token_that_a_file_names(
     generation: dict[str, Any], config: dict[str, Any], tokenizer: dict[str, Any], ends: set[int], tmp_path: Path
 ) -> None:
-    """The end tokens are those of both configurations, parts for text included, of the tokenizer and its template. A
-    file without one takes none away, and what the model does not have is none."""
+    """The end tokens are the union of those in both configurations, text parts included, in the tokenizer and in its
+    template. Ids outside of the vocabulary are left out."""
     names = {**{chr(97 + i): i for i in range(8)}, "<end>": 8, "<turn>": 9}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, "a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -138,8 +138,8 @@ def test_code_of_a_directory_never_runs(file: str, tmp_path: Path, monkeypatch: 
 
 
 def test_a_checkpoint_suggests_its_sampling(tmp_path: Path) -> None:
-    """What generation_config.json says itself, values included that are transformers' defaults; one that cannot be used
-    is an error with its name."""
+    """Sampling is that of generation_config.json, also where a value equals transformers' default. An invalid value is
+    an error with its name."""
     save_checkpoint(tmp_path)
     file = tmp_path / "generation_config.json"
     for says, expected in (

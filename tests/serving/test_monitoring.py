@@ -1,4 +1,4 @@
-"""What watches a server from outside asks for metrics that it exports: `hicache top`, `/metrics.json`, Grafana."""
+"""`hicache top`, `/metrics.json` and the Grafana dashboard use metrics that the server exports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def samples(server: Server) -> dict[str, list[dict[str, str]]]:
 
 
 def during(server: Server, act: Callable[[], T]) -> tuple[Reading, T]:
-    """What `act` returns, and a reading that did not change meanwhile: copies may still be under way."""
+    """The result of `act`, and a reading that did not change meanwhile, because copies may still be in flight."""
     client = MetricsClient(server.url)
 
     def attempt() -> tuple[Reading, T] | None:

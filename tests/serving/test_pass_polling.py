@@ -1,6 +1,6 @@
-"""Compute and load at once: a request is computed from its beginning while a store brings its pages from the end.
+"""Overlapped prefill: a request is computed from its beginning while a store reads its pages from the end.
 
-A store reads as many pages as a test allows between two steps, so where both meet follows from the test alone.
+The test sets the number of reads between two steps, so it decides where computing and reading meet.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _restarted(model: Any, *prompts: np.ndarray, **settings: Any) -> Iterator[An
 def _serve(
     engine: CacheEngine, store: PacedStore, scheduler: Scheduler, reads: Iterable[int]
 ) -> dict[str, RequestOutput]:
-    """Step to the end, with so many reads between steps; every account is proved after each. The next read is known
-    before each step, however late the threads of the store are."""
+    """Step to the end, with `reads[i]` reads after step i. All accounts hold after each step. Each step begins when the
+    next read has reached the store."""
     outputs, prefetcher = dict[str, RequestOutput](), engine.inspect.prefetcher
     assert prefetcher is not None
 
@@ -102,8 +102,8 @@ def _serve(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computing_meets_what_comes(family: str) -> None:
-    """The tokens are those of no cache. Where the store brings as much as is computed, about half of the prompt is, and
-    no page is read twice. With recurrent states the one at the end of the run takes the place of what was computed."""
+    """The answer equals the one without a cache. If reads are as fast as computing, about half of the prompt is read,
+    and no page twice. With recurrent states the loaded state replaces the computed one."""
     model, tokens = _model(family), prompt(NUM_PAGES * PAGE + 5, seed=1)
     with _restarted(model, tokens) as (engine, store):
         scheduler = _scheduler(engine, model)
@@ -119,7 +119,7 @@ def test_computing_meets_what_comes(family: str) -> None:
 
 
 def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
-    """From the beginning or from some moment on: what has come is joined, all else computed, in as many passes."""
+    """A store reads no page, or none after the first: pages that were read are joined, and all others are computed."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     for reads in ([0] * 50, [0, 1, 0] + [0] * 50):
         with _restarted(model, tokens) as (engine, store):
@@ -186,7 +186,7 @@ def test_the_bound_on_overtaking_holds_for_a_request_that_yields(
 
 
 def test_a_prompt_longer_than_the_room_on_the_host_joins_it_in_parts() -> None:
-    """What there was no room for is read once the first part is on the device."""
+    """Pages without free host pages are read once the first part is on the device."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     page_bytes = geometry_of(model).layer_num * 2 * 2 * 16 * 4 * PAGE
     with _restarted(model, tokens, host_bytes=37 * page_bytes) as (engine, store):

@@ -24,7 +24,7 @@ from serving_case import decode, geometry_of, plain_logits, prompt, shared, tiny
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 WINDOW = 12
-# Latent rows: without a projection of queries, with interleaved rotary parts, and beside recurrent layers.
+# Latent rows: without a projection of queries, with interleaved rotary parts, and with recurrent layers.
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "kimi_linear")
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": partial(shared, tiny_llama, kv_heads=1),
@@ -52,7 +52,7 @@ def make(name: str, attention: Attention = "auto", **settings: Any) -> tuple[Any
 
 
 def prefill(pools: Pools, runner: ModelRunner, lease: Lease, tokens: np.ndarray, *ends: int) -> list[torch.Tensor]:
-    """The logits of chunks that end at `ends`, each computed after what it does not read of windows was freed."""
+    """The logits of chunks that end at `ends`. Window slots that a chunk does not read are freed before it."""
     found = []
     for start, end in zip((0, *ends), ends, strict=False):
         pools.extend(lease, end - lease.length)
@@ -133,8 +133,8 @@ def test_a_batch_gets_the_logits_of_each_request_alone(name: str, attention: Att
 def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(
     name: str, attention: Attention, expanded_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call over chunks of prompts, with and without a prefix, and requests that decode, in any order; logits are of
-    the last token of each, or of as many as it wants. Of latent rows, however many heads are expanded at a time."""
+    """One call computes chunks of prompts, with and without a prefix, and decode steps in any order. Each chunk gets
+    the logits of its last `num_logits` tokens. Latent rows give the same for any number of heads expanded at a time."""
     monkeypatch.setattr(latent, "MAX_EXPANDED_BYTES", expanded_bytes)
     model, pools, runner = make(name, attention)
     parts = [(39, 40), (60, 90), (0, 17), (63, 64), (0, 20), (8, 9)]
@@ -209,8 +209,8 @@ def test_reading_a_freed_window_slot_raises(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_each_layer_waits_for_its_own_load(name: str, attention: Attention, start: int) -> None:
-    """The loads of a layer are awaited when the model reaches it, by one token and by a chunk, so that loading runs
-    beside computing. After one that failed, the states of layers before it are unchanged and the model serves on."""
+    """A pass over one token or a chunk waits for the load of a layer when it reaches that layer. After a failed load
+    the states of earlier layers are unchanged, and the model serves on."""
     model, pools, runner = make(name, attention)
     tokens, lease, num_layers = prompt(20, seed=3), pools.lease(20), len(pools.geometry.kinds)
     runner.prefill(lease, tokens, 0, start)

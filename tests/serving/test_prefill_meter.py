@@ -1,4 +1,4 @@
-"""The prefill meter: which passes count, and with what."""
+"""The prefill meter: which passes count, with which tokens and times."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
 
 
 def test_the_pace_follows_the_position_and_the_machine() -> None:
-    """A pass behind a long prefix that was found has fewer tokens than one at the beginning of a prompt, by what
-    attention was seen to cost; and where the machine gets slower, the next ones are short again."""
+    """A pass behind a long cached prefix has fewer tokens than one at the beginning of a prompt, by the measured cost
+    of attention. If the machine becomes slower, later passes are shorter."""
 
     def seconds(start: int, num_tokens: int, slowness: float) -> float:
         return slowness * num_tokens * (1 + (start + num_tokens / 2) / 16_384) / 4000

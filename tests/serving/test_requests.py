@@ -115,8 +115,8 @@ class Rising:
 
 @pytest.mark.parametrize("outcome", ["stop", "error"])
 def test_a_constraint_chooses_and_ends(outcome: FinishReason) -> None:
-    """A request gets no token that its constraint does not allow, greedy or drawn, also after it was preempted, and
-    ends as that says; what runs beside it is chosen as without."""
+    """A request gets only tokens that its constraint allows, greedy or drawn, also after a preemption, and ends with
+    the outcome of the constraint. Other requests of the batch are not affected."""
     model = shared(tiny_llama)
     with tiny_engine(model, device_tokens=176) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
@@ -190,8 +190,8 @@ def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: Sa
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3_next], ids=["full", "hybrid"])
 def test_log_probabilities_are_those_of_a_whole_pass(build: Callable[[], Any]) -> None:
-    """Of each token of answer and prompt, once, in order: also of a prompt that the cache holds, which runs in chunks,
-    beside others and is preempted between them by one that puts the rest of it into the cache."""
+    """Each token of answer and prompt has its log probability once, in order. The prompt is cached, runs in chunks
+    together with other requests, and is preempted by a request that caches the rest of it."""
     model = shared(build)
     scored = Request("scored", prompt(90, seed=1), 6, num_logprobs=3, scores_prompt=True)
     high = Request("high", np.concatenate([scored.tokens[:70], prompt(9, seed=2)]), 3, priority=1, num_logprobs=1)
@@ -261,7 +261,7 @@ def test_a_failed_load_concerns_its_own_request(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_that_ended_before_its_deadline_is_forgotten() -> None:
-    """Its tokens and what its callback holds are freed when it ends, however far its deadline is."""
+    """Its tokens and its callback are freed when it ends, also long before its deadline."""
     model, stream = shared(tiny_llama), _Stream()
     forgotten = weakref.ref(stream)
     with tiny_engine(model) as engine:

@@ -82,8 +82,8 @@ def test_cuts_keep_the_tokens_that_transformers_keeps() -> None:
 
 
 def test_changed_logits_are_those_of_transformers() -> None:
-    """Biases, stops that are held back and the repetition penalty are those of its processors, the penalties of OpenAI
-    those of their formula, in the rows that want them; the others, and what was given, stay as they are."""
+    """Biases, delayed stops and the repetition penalty equal those of transformers' processors, and OpenAI's penalties
+    their formula. Rows without changes, and the given logits, stay as they are."""
     rng, vocab = np.random.default_rng(4), 50
     logits = torch.from_numpy(rng.normal(size=(12, vocab)).astype(np.float32))
     given, expected, changes = logits.clone(), logits.clone(), {}

@@ -46,9 +46,9 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
 
 
 def test_pages_are_exchanged_while_others_are_served(device: str) -> None:
-    """Three long prompts, of which device and host together hold nearly all, come again one after the other beside a
-    request that decodes: each is put off until there is room for it, loaded step by step, and answered as without a
-    cache; the other one's tokens come meanwhile. On a GPU the steps are made while it computes one of them."""
+    """Three long prompts, of which device and host together hold nearly all, are repeated while another request
+    decodes. Each waits for free pages, is loaded in stages, and gets the answer without a cache. The other request gets
+    tokens meanwhile."""
     model = shared(tiny_llama, device=device)
     prompts, short = [prompt(240, seed) for seed in range(3)], prompt(20, 9)
     with tiny_engine(model, device_tokens=384, host_bytes=400 * token_bytes(model)) as engine:
@@ -83,9 +83,9 @@ SPEEDS = {  # seconds of a pass over n tokens of a prompt from position p on
 
 @pytest.mark.parametrize("speed", SPEEDS)
 def test_a_long_prompt_does_not_stop_the_streams_beside_it(speed: str) -> None:
-    """Passes of a prompt take at most `max_pass_s` beside a request that decodes, once one was measured, by whatever
-    they cost, and as far as the smallest chunk goes; no less than half of it while the prompt has as many tokens.
-    Alone they take at most four times as long."""
+    """While another request decodes, passes over a prompt take at most `max_pass_s` after the first one, unless the
+    smallest chunk takes longer, and at least half of it while tokens are left. Without other requests they take at most
+    four times as long."""
     model, clock, passes = shared(tiny_llama, device="cpu"), Clock(), list[tuple[int, float]]()
     with tiny_engine(model, device_tokens=8192) as engine:
         runner = tiny_runner(model, engine)

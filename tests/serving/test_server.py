@@ -220,7 +220,7 @@ def test_errors_of_http(server: Server) -> None:
 
 
 def test_large_bodies(server: Server) -> None:
-    """A body over the limit is 413, by its announced length before it is sent, and by what arrives."""
+    """A body over the limit is 413, by its announced length before it is sent, or by its received bytes."""
     announced = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
     sent = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
     for connection in (announced, sent):
@@ -308,7 +308,7 @@ def test_what_is_no_request(server: Server) -> None:
 
 
 def test_probes_have_places_of_their_own() -> None:
-    """Where other requests have 503 and are to come again, probes are answered."""
+    """Probes are answered while other requests get 503 with Retry-After."""
     answered: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

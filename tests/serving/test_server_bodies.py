@@ -28,7 +28,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class _Counting(ByteTokenizer):
-    """Whose longest tokens have 1000 characters. Notes how long the texts are that it encodes."""
+    """A tokenizer whose longest tokens have 1000 characters. `lengths`: of the texts that it encoded."""
 
     max_token_chars = 1000
 
@@ -53,8 +53,8 @@ class _Blocked(ByteTokenizer):
 
 
 def test_refused_before_they_are_tokenized() -> None:
-    """More prompts than may be open are refused unseen, and so is a text that no tokens could shrink into the context.
-    Of one that they could, pieces of twice as many tokens as the context has are looked at."""
+    """Too many prompts are refused without tokenizing, and so is a text that cannot fit the context even with the
+    longest tokens. Of other long texts only a piece is tokenized."""
     tokenizer, piece = _Counting(), 1 << 16
     encoder = PromptEncoder(tokenizer, PromptLimits(CONTEXT, MAX_OPEN, ByteTokenizer.num_tokens))
     cases: list[tuple[str, dict[str, Any], list[int]]] = [

@@ -1,4 +1,4 @@
-"""What a client may say of the cache does what docs/serving.md says, by requests to a server."""
+"""Fields for the cache in requests to a server, as docs/serving.md describes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from server_case import KEY, SECRET, TINY, Server, ask, serving
 
-LEN, NEW_LEN = 48, 88  # tokens of a prompt; beside two of the first a device of 160 has no room for the second
+LEN, NEW_LEN = 48, 88  # tokens of a prompt; a device of 160 tokens holds two of the first length, or one of each
 HELD = LEN - 4  # the last token is computed, and its page of 4 with it
 ENDLESS = 100_000
 

@@ -1,4 +1,4 @@
-"""What clients of vLLM's and SGLang's servers ask `hicache serve` for, beside OpenAI's own fields."""
+"""Fields and routes of vLLM's and SGLang's servers that OpenAI's API lacks, in `hicache serve`."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_tokens_are_chosen_as_asked(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities(client: openai.OpenAI) -> None:
-    """Of completions and chats, whole and streamed, they are the same; the most likely tokens come in order, the chosen
-    one among them; of greedy tokens it is the first."""
+    """Log probabilities are equal in complete and streamed responses of completions and chats. The most likely tokens
+    are in order and contain the chosen one, which is the first if the request is greedy."""
     shared: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": 4}
     ids = {"return_tokens_as_token_ids": True}
     for temperature in (0, 1.5):
@@ -242,8 +242,8 @@ def test_what_asks_whether_a_server_is_there(server: Server) -> None:
 
 
 def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:
-    """Both tiers of memory, or one by name, and the usage tells which had the prompt. What is no such tier, or no
-    parameter, is named."""
+    """A reset empties both memory tiers, or the named one, and the usage shows the tier that had the prompt. An unknown
+    tier or parameter is named."""
 
     def post(body: bytes = b"", path: str = "/reset_prefix_cache") -> Any:
         status, answer, _ = ask(server, "POST", path, body)

@@ -63,7 +63,7 @@ def refused(status: int, client: tuple[str, int] | None) -> Response:
 async def serving(
     limits: ConnectionLimits, keep_alive_s: float = EVER
 ) -> AsyncIterator[tuple[App, Callable[[bytes], Awaitable[Streams]]]]:
-    """The application, and what opens a connection and sends the bytes."""
+    """The application, and a function that opens a connection and sends bytes."""
     app, opened = App(), []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -153,8 +153,8 @@ def test_an_idle_connection_takes_the_next_request() -> None:
 
 
 def test_requests_have_their_time() -> None:
-    """The connection of a request that is not answered is closed when its time is up, and so is that of a response
-    that nobody reads; the application learns of both."""
+    """The connection of an unanswered request, or of a response that the client does not read, is closed after the
+    timeout, and the application is notified."""
 
     async def run() -> None:
         async with serving(ConnectionLimits(100, 0.05, refused, head_s=EVER)) as (app, connect):
@@ -192,7 +192,7 @@ def test_more_connections_than_may_be() -> None:
 @pytest.mark.parametrize("extra", [b"\r\n", ASK * 100])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_client_that_leaves_is_seen(extra: bytes, at_once: bool) -> None:
-    """Whatever bytes it sent behind its request, at once or later."""
+    """The disconnect is seen whether the client sent more bytes with its request, later, or not at all."""
 
     async def run() -> None:
         async with serving(ConnectionLimits(100, EVER, refused, head_s=EVER)) as (app, connect):

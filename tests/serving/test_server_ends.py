@@ -49,8 +49,8 @@ def chat(server: Server, **more: Any) -> tuple[str, int]:
 
 
 def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
-    """What a killed server had on disk, the next one serves: cached tokens, and the same text. At SIGTERM, running
-    requests are answered to their end, and new ones get 503; a second signal ends those that run; the status is 0."""
+    """After a kill, the next server has the cached tokens from disk and gives the same text. After SIGTERM, running
+    requests are completed, and new ones get 503. A second signal aborts running requests. The status is 0."""
     flags = (str(model), *TINY, "--device-tokens", "65536", "--host-bytes", "8MiB", "--disk-path", str(tmp_path / "d"))
     import openai
 

@@ -1,5 +1,5 @@
-"""What goes wrong inside of the server: a step or a tokenizer that raises, bodies of many faults, logs that must not
-tell what clients sent."""
+"""Failures inside of the server: a step or a tokenizer that raises, bodies with many faults, and logs, which must not
+quote clients."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_disk_that_refuses_pages(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_tokenizer_that_fails_to_decode(caplog: pytest.LogCaptureFixture) -> None:
-    """Its request ends with 500; those that run beside it, and later ones, are answered."""
+    """Its request ends with 500. Concurrent and later requests are answered."""
 
     async def serve() -> None:
         async with served(_Undecodable()) as parts:

@@ -64,8 +64,8 @@ FOUND: dict[str, tuple[Callable[[], Any], ModelGeometry]] = {
 
 @pytest.mark.parametrize("case", FOUND)
 def test_geometry_is_what_the_layers_store(case: str) -> None:
-    """Kinds of layers, shapes of heads, states and latent rows, and dtypes are those of what the model stores; its
-    configuration is unchanged afterwards."""
+    """The geometry has the kinds of layers, shapes and dtypes of the stored rows and states. The configuration of the
+    model is unchanged afterwards."""
     build, expected = FOUND[case]
     model = build()
     before = model.config.to_dict()
@@ -74,7 +74,7 @@ def test_geometry_is_what_the_layers_store(case: str) -> None:
 
 
 def test_a_layer_may_have_a_state_beside_attention_or_neither() -> None:
-    """One layer may have attention and a state, others neither; latent rows may stand beside states."""
+    """A layer may have attention and a state, or neither. A model may have latent rows and states."""
     assert geometry_of(shared(tiny_family, "falcon_h1")).layer_kinds == ("hybrid",) * 4
     some = geometry_of(shared(tiny_family, "nemotron_h, without a minimum time step"))
     assert some.layer_kinds == ("recurrent", "stateless", "full", "stateless")
@@ -141,7 +141,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_rules_a_model_out_is_named(named: str) -> None:
-    """A model is refused in one line that names the setting or what was seen, and says what is supported."""
+    """A model is refused in one line with the setting or the observed difference, and the supported models."""
     model = REFUSED[named]()
     before = model.config.to_dict()
     with pytest.raises(UnsupportedModel) as caught:

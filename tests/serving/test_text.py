@@ -28,7 +28,7 @@ def byte_level() -> LocalTokenizer:
 
 
 def byte_fallback() -> LocalTokenizer:
-    """Spaces as U+2581 and bytes for what has no token, like Llama 2: the decoder drops the first space."""
+    """Spaces as U+2581, and byte tokens for unknown characters, like Llama 2. The decoder drops the first space."""
     words = {word: i for i, word in enumerate(["<unk>", "</s>", "\u2581", "a", "b", ",", "é"])}
     words |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
     tokenizer = tokenizers.Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
@@ -66,8 +66,8 @@ def test_characters_are_never_broken(text: str, prompt: str, which: int) -> None
 
 @given(numbers=st.lists(st.integers(0, 1000), max_size=80), which=st.integers(0, 1), skip_special=st.booleans())
 def test_tokens_of_any_kind(numbers: list[int], which: int, skip_special: bool) -> None:
-    """Whatever a model chooses, broken characters and ids beyond the vocabulary included, no whole character of a token
-    is lost."""
+    """For any tokens, also broken characters and ids beyond the vocabulary, no complete character of a token is
+    lost."""
     tokenizer = _LOCAL[which]
     tokens, letter = [number % 280 for number in numbers], "é" if which else "b"
     text = "".join(parts_of(tokenizer.decoder(tokens[:9], skip_special), tokens))

@@ -171,8 +171,8 @@ def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
 def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
-    """What the medium does not answer is a miss, and SGLang goes on. When it answers at last, no byte reaches memory
-    that SGLang has taken back, and none is stored from it."""
+    """Pages are misses if the medium does not answer, and SGLang goes on. A late answer writes no byte to memory that
+    SGLang has freed, and stores none from it."""
     case = Case(tmp_path, extra={"readers": 2})
     with troubled() as stores:
         server = Server(case)
