@@ -177,7 +177,7 @@ sys.stdin.read()
     @staticmethod
     def missing() -> str:
         if importlib.util.find_spec("mooncake") is None or shutil.which(MooncakeServer._COMMAND) is None:
-            return "Mooncake is not installed: pip install '.[mooncake]' in its clone"
+            return "Mooncake is not installed: pip install 'hicache[mooncake]'"
         libraries = subprocess.run(["ldconfig", "-p"], capture_output=True, check=False).stdout
         return "" if b"libibverbs.so.1" in libraries else "Mooncake needs libibverbs: apt-get install libibverbs1"
 

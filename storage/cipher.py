@@ -33,7 +33,7 @@ class PageCipher:
             self._invalid_tag: Any = importlib.import_module("cryptography.exceptions").InvalidTag
         except ImportError:
             raise StoreError(
-                "encrypted pages need cryptography of hicache[encrypt]: pip install '.[encrypt]' in its clone"
+                "encrypted pages need cryptography of hicache[encrypt]: pip install 'hicache[encrypt]'"
             ) from None
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise StoreError(f"an encryption key is {KEY_BYTES} bytes; os.urandom({KEY_BYTES}) makes one")

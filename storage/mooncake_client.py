@@ -200,6 +200,6 @@ def load_mooncake() -> Any:
     except ImportError as error:
         raise StoreError(
             f"a store at mooncake:// needs Mooncake and libibverbs ({error}), of hicache[mooncake]: "
-            "pip install '.[mooncake]' in its clone, and apt-get install libibverbs1"
+            "pip install 'hicache[mooncake]', and apt-get install libibverbs1"
         ) from None
     return mooncake.store

@@ -50,9 +50,7 @@ class S3PageStore(RemotePageStore):
             self._errors: Any = importlib.import_module("obstore.exceptions")
             s3: Any = importlib.import_module("obstore.store").S3Store
         except ImportError:
-            raise StoreError(
-                "pages in S3 need the package obstore of hicache[s3]: pip install '.[s3]' in its clone"
-            ) from None
+            raise StoreError("pages in S3 need the package obstore of hicache[s3]: pip install 'hicache[s3]'") from None
         limit, endpoint = timedelta(seconds=options["timeout_s"]), options["endpoint_url"]
         chosen = {"endpoint": endpoint, "region": options["region"], "prefix": at.path.strip("/")}
         try:

@@ -17,7 +17,7 @@ TREES = {"hicache": "hicache", "kernels": "hicache.kernels", "storage": "hicache
 # From the top down. A unit may import itself and every unit of a lower level.
 LEVELS = (
     ("bench",),
-    ("cli", "__main__", "serving", "planning", "store_command", "integrations", "monitoring"),
+    ("cli", "__main__", "doctor", "serving", "planning", "store_command", "integrations", "monitoring"),
     ("engine", "build", "kv_events", "prefix_cache"),
     ("flow", "replay"),
     ("pages", "alloc", "device", "transfer", "host", "stores"),
@@ -25,7 +25,7 @@ LEVELS = (
     ("tiers",),
     ("config", "metrics"),
     ("kernels", "storage"),
-    ("console", "process"),
+    ("console", "process", "releases"),
     ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}

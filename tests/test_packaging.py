@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
 
-from hicache.errors import ConfigError
-from hicache.integrations.versions import SGLANG, VLLM, require_version
+from hicache.integrations.versions import SGLANG, VLLM
+from hicache.releases import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = (".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
+DEVELOPERS = ("docs", "release", "test")  # extras
 SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage", "bench": "hicache/bench"}
-BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 INSTALLED = """
 import sys
 site, *arguments = sys.argv[1:]
@@ -36,10 +36,11 @@ sys.exit(main())
 
 
 class Built(NamedTuple):
-    """Roots of the unpacked distributions."""
+    """Roots of the unpacked distributions. `files`: the distributions."""
 
     sdist: Path
     wheel: Path
+    files: list[Path]
 
 
 def python(cwd: Path, *arguments: object) -> str:
@@ -53,15 +54,20 @@ def python(cwd: Path, *arguments: object) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Both, built by the project's own build backend from a copy of the tree, without a network."""
     pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
-    source, out = tmp_path_factory.mktemp("tree") / "hicache", tmp_path_factory.mktemp("built")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*MADE))
-    for build in ("build_sdist", "build_wheel"):
-        python(source, "-c", BUILD, build, out)
+    out = tmp_path_factory.mktemp("built")
+    files = build(tmp_path_factory.mktemp("tree"), out)
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
-        archive.extractall(out / "sdist")
+        archive.extractall(out / "sdist", filter="data")
     with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
         archive.extractall(out / "wheel")
-    return Built(next((out / "sdist").iterdir()), out / "wheel")
+    return Built(next((out / "sdist").iterdir()), out / "wheel", files)
+
+
+def build(tree: Path, out: Path) -> list[Path]:
+    """The distributions that `.ci/build` builds from a copy of the tree."""
+    shutil.copytree(ROOT, tree / "hicache", ignore=shutil.ignore_patterns(*MADE), copy_function=shutil.copy)
+    python(tree, tree / "hicache/.ci/build", out)
+    return sorted(out.iterdir())
 
 
 @pytest.mark.skipif(not (Path(sys.prefix) / ".made-from").exists(), reason="the environment is not of .ci/setup")
@@ -72,19 +78,35 @@ def test_a_program_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
     python(tmp_path, "mine.py")
 
 
-@pytest.mark.parametrize(("server", "tested"), [("vllm", VLLM), ("sglang", SGLANG)])
-def test_an_extra_installs_what_its_plug_in_takes(server: str, tested: Sequence[str]) -> None:
-    """Of all releases around those that are tested: exactly these."""
+def test_an_installation_replaces_no_package_with_an_older_one() -> None:
+    """No requirement of users has an upper bound, and the lower bound of a package whose releases are tested is the
+    first of them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (requirement,) = map(Requirement, project["optional-dependencies"][server])
-    assert requirement.name == server
-    for version in [f"0.{minor}.{patch}" for minor in (5, *range(31, 36)) for patch in range(30)]:
-        try:
-            require_version(server, version, tested)
-        except ConfigError:
-            assert version not in requirement.specifier
-        else:
-            assert version in requirement.specifier
+    extras = {name: given for name, given in project["optional-dependencies"].items() if name not in DEVELOPERS}
+    requirements = [Requirement(text) for given in (project["dependencies"], *extras.values()) for text in given]
+    lowest = {each.name: [(bound.operator, bound.version) for bound in each.specifier] for each in requirements}
+    first = {name: tested.first for name, tested in TESTED.items()} | {"vllm": VLLM[0], "sglang": SGLANG[0]}
+    assert all(len(bounds) <= 1 and all(operator == ">=" for operator, _ in bounds) for bounds in lowest.values())
+    assert {name: lowest[name] for name in first} == {name: [(">=", version)] for name, version in first.items()}
+
+
+@pytest.mark.long
+def test_two_builds_give_equal_bytes(built: Built, tmp_path: Path) -> None:
+    """Of copies whose files have other times."""
+    (tmp_path / "tree").mkdir()
+    again = build(tmp_path / "tree", tmp_path / "out")
+    assert [path.name for path in again] == [path.name for path in built.files]
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in built.files]
+
+
+@pytest.mark.long
+def test_the_package_index_takes_the_distributions(built: Built) -> None:
+    """`twine check --strict` finds no fault, and no link of the description is relative."""
+    pytest.importorskip("twine", reason="twine of the extra `release` is not installed")
+    python(built.sdist, "-m", "twine", "check", "--strict", *built.files)
+    description = (built.sdist / "PKG-INFO").read_text().partition("\n\n")[2]
+    links = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert len(links) > 10 and all(link.startswith(("https://", "#")) for link in links)
 
 
 @pytest.mark.long
@@ -92,7 +114,7 @@ def test_the_sdist_holds_what_its_tests_need(built: Built) -> None:
     """Every file of the repository that git keeps is in it, and tests that read the tree pass from it."""
     kept = {
         path.relative_to(ROOT).as_posix()
-        for folder in (*SOURCES, "tests", "docs", ".ci")
+        for folder in (*SOURCES, "tests", "docs", ".ci", ".github", "deploy")
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }

@@ -1,4 +1,5 @@
-"""The command line: `hicache demo`, `serve`, `chat`, `top`, `plan`, `store`, `replay`, `bench`, `config`.
+"""The command line: `hicache demo`, `serve`, `chat`, `top`, `plan`, `store`, `replay`, `bench`, `doctor`,
+`config`.
 
 An error is printed as one line on stderr, and sets the exit status.
 
@@ -135,6 +136,12 @@ _COMMANDS = {
         "hicache.bench.command",
         "benchmarks: list, run, compare",
         "Measure this machine, compare it with its own limits, and compare two results.",
+    ),
+    "doctor": _Command(
+        "hicache.doctor",
+        "versions, GPU, memory, disk and plug-ins of this machine, and what to change",
+        "Check this machine: versions of packages, GPUs, pinned and shared memory, the rate of a disk, and which "
+        "plug-ins of servers would load. Each finding has its advice; the status is 1 if a part does not work.",
     ),
     "config": _Command(
         "hicache.cli.config",
@@ -294,7 +301,7 @@ def _line_of(error: Exception) -> str | None:
         missing = (error.name or "").split(".")[0]
         extra = _EXTRAS.get(missing)
         needs = f"this command needs the package {missing} of hicache[{extra}]"
-        return f"{needs}: pip install '.[{extra}]' in its clone" if extra else None
+        return f"{needs}: pip install 'hicache[{extra}]'" if extra else None
     if isinstance(error, importlib.import_module("hicache.errors").HiCacheError):
         return str(error)
     if isinstance(error, OSError):

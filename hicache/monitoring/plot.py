@@ -46,7 +46,7 @@ def plot_memory_usage(history: Sequence[MemorySample]) -> Figure:
     missing, the history is empty, or its times decrease.
     """
     if _figure is None:
-        raise ConfigError("plots need matplotlib of hicache[replay]: pip install '.[replay]' in its clone")
+        raise ConfigError("plots need matplotlib of hicache[replay]: pip install 'hicache[replay]'")
     if not history:
         raise ConfigError("the history is empty; give at least one MemorySample")
     if any(later.time_s < sample.time_s for sample, later in pairwise(history)):

@@ -71,7 +71,7 @@ class JsonAnswers:
     def constraint(self, schema: str) -> JsonConstraint:
         """A constraint by a schema in JSON. Raises ConfigError if the schema is wrong or unsupported by the library."""
         if _library is None:
-            raise ConfigError("answers in JSON need llguidance of hicache[serve]: pip install '.[serve]' in its clone")
+            raise ConfigError("answers in JSON need llguidance of hicache[serve]: pip install 'hicache[serve]'")
         with self._lock:
             tokenizer = self._tokens
         options = {"whitespace_pattern": _BLANKS}

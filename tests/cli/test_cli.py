@@ -37,7 +37,10 @@ def call(*arguments):
 print(json.dumps([call(*line) for line in json.loads(sys.argv[1])]))
 """
 STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "prune", "serve")
-HELP = [[], *([name] for name in ("demo", "serve", "chat", "plan", "top", "store", "replay", "bench", "config"))]
+HELP = [
+    [],
+    *([name] for name in ("demo", "serve", "chat", "plan", "top", "store", "replay", "bench", "doctor", "config")),
+]
 
 
 def test_what_works_without_the_extras(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -13,8 +14,10 @@ import pytest
 import uvicorn
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hicache.serving.server.connections import IS_CROWDED, Connection, ConnectionLimits
+from hicache.errors import ConfigError
+from hicache.serving.server.connections import IS_CROWDED, Connection, ConnectionLimits, require_known_parser
 
 HEAD = b"%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 ASK, HANG, FLOOD = (HEAD % (b"GET " + path, 0) for path in (b"/", b"/hang", b"/flood"))
@@ -216,3 +219,28 @@ def test_requests_that_come_together() -> None:
                 await reader.readuntil(DONE)
 
     asyncio.run(run())
+
+
+def test_an_unknown_parser_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """The installed uvicorn has every part. An untested release with the same parts causes one warning; a method with
+    other parameters, or without an attribute, is refused by name."""
+
+    class OtherMethod(H11Protocol):
+        pass
+
+    class OtherAttribute:
+        def __init__(self) -> None:
+            self.keep_alive = self.more_body = True
+
+    with caplog.at_level(logging.WARNING):
+        require_known_parser()
+        assert not caplog.records
+        require_known_parser("0.99.1")
+    (line,) = caplog.messages
+    assert "uvicorn 0.99.1 was never tested" in line
+    for given, part in (
+        ({"parser": OtherMethod}, "send_400_response"),
+        ({"cycle": OtherAttribute}, "response_complete"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            require_known_parser("0.99.1", **given)

@@ -42,7 +42,13 @@ from hicache.serving.packaged_model import ModelChoice, choose_model
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.server.app import AppSettings, create_app
-from hicache.serving.server.connections import MAX_BACKLOG, Connection, ConnectionLimits, bounds_by_descriptors
+from hicache.serving.server.connections import (
+    MAX_BACKLOG,
+    Connection,
+    ConnectionLimits,
+    bounds_by_descriptors,
+    require_known_parser,
+)
 from hicache.serving.server.engine_thread import EngineThread, Event
 from hicache.serving.server.frontend import Frontend, Limits, ServedModel
 from hicache.serving.server.prompts import PromptEncoder, PromptLimits
@@ -83,6 +89,7 @@ def run(flags: argparse.Namespace) -> int:
 def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[ServerContext]:
     """Inside, the model is loaded and the engine is built as the flags say. `say`: called with messages on the packaged
     model. Raises HiCacheError."""
+    require_known_parser()
     key = _checked_key(flags.api_key)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import inspect
 import logging
 import resource
 from collections.abc import Callable
@@ -16,13 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import h11
+import uvicorn
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from hicache.errors import ConfigError
+from hicache.releases import TESTED
 
 MAX_BACKLOG = 2048
 IS_CROWDED = "hicache.is_crowded"  # key of a scope: whether all places for requests other than probes are taken
 _SHARE_OF_PROBES = 16
+# The parts of uvicorn's parser that `Connection` overrides and reads.
+_OVERRIDDEN = ("connection_made", "connection_lost", "data_received", "send_400_response", "on_response_complete")
+_ATTRIBUTES = ("app", "client", "conn", "connections", "cycle", "loop", "transport")
+_ATTRIBUTES_OF_CYCLE = ("keep_alive", "more_body", "response_complete")
 
 log = logging.getLogger(__name__)
 
@@ -150,3 +159,26 @@ class Connection(H11Protocol):
                 "--max-connections, and the limit of open files to twice that number",
                 self._limits.max_connections,
             )
+
+
+def require_known_parser(
+    version: str = uvicorn.__version__, parser: type[Any] = H11Protocol, cycle: type[Any] = RequestResponseCycle
+) -> None:
+    """Check that `parser` has the parts that `Connection` overrides and reads. Logs a warning if uvicorn's release was
+    not tested. Raises ConfigError if a part is missing or has other parameters."""
+    tested = TESTED["uvicorn"]
+    missing = [
+        name
+        for name in _OVERRIDDEN
+        if not inspect.isfunction(own := vars(parser).get(name))
+        or [*inspect.signature(own).parameters] != [*inspect.signature(getattr(Connection, name)).parameters]
+    ]
+    missing += {*_ATTRIBUTES}.difference(parser.__init__.__code__.co_names)
+    missing += {*_ATTRIBUTES_OF_CYCLE}.difference(cycle.__init__.__code__.co_names)
+    if missing:
+        raise ConfigError(
+            f"uvicorn {version} has another parser than the tested releases: {', '.join(missing)}; "
+            f"pip install 'uvicorn>={tested.first},<={tested.last}.99'"
+        )
+    if version not in tested:
+        log.warning("uvicorn %s was never tested with hicache; %s to %s were", version, tested.first, tested.last)

@@ -1,0 +1,54 @@
+"""`hicache doctor`: its findings, its status, and its advice on releases that were not tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_case import outcome, stats
+from hicache import releases
+from hicache.doctor import untested
+from hicache.storage.disk_rate import measure_disk
+
+
+def test_the_report_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Text and JSON name the same findings, the measured disk among them; the measurement leaves no file."""
+    found = stats(capsys, "doctor", "--disk-path", tmp_path)
+    names = {(one["section"], one["name"]): one for one in found["findings"]}
+    assert names["versions", "torch"]["value"] == torch.__version__
+    assert ("GPU", "device") in names or ("GPU", "cuda:0") in names
+    assert {("memory", "/dev/shm"), ("memory", "locked memory"), ("plug-ins", "vLLM"), ("plug-ins", "SGLang")} <= {
+        *names
+    }
+    assert "reads" in names["disk", str(tmp_path)]["value"] and [*tmp_path.iterdir()] == []
+    assert found["ok"] and not any(one["is_error"] for one in found["findings"])
+    status, out, _ = outcome(capsys, "doctor", "--disk-path", tmp_path)
+    assert status == 0 and all(f"  {name}  " in out for _, name in names) and "\nto change\n" in out
+
+
+def test_a_path_that_cannot_be_measured_is_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The other parts are reported all the same."""
+    found = json.loads(outcome(capsys, "doctor", "--json", "--disk-path", tmp_path / "none")[1])
+    (disk,) = (one for one in found["findings"] if one["section"] == "disk")
+    assert "--disk-path" in disk["change"] and len(found["findings"]) > 10
+
+
+def test_untested_releases_are_named() -> None:
+    """Release candidates and local builds of a tested release count; an earlier and a later release do not."""
+    for version in ("2.11", "2.13.0+cpu", "2.15.9", "2.14.0rc1"):
+        assert untested("torch", version) == ""
+    for version in ("2.10.9", "2.16.0", "3.0"):
+        assert f"torch {version}" in untested("torch", version)
+    assert untested("numpy", "99") == ""
+    assert "1.9.1" in releases.TESTED["llguidance"] and "2.0" not in releases.TESTED["llguidance"]
+
+
+def test_a_disk_is_measured_in_complete_chunks(tmp_path: Path) -> None:
+    """Also if the size is no multiple of a chunk; a missing folder raises."""
+    rate = measure_disk(tmp_path, 1)
+    assert rate.write_bytes_per_s > 0 and rate.read_bytes_per_s > 0
+    with pytest.raises(OSError):
+        measure_disk(tmp_path / "none", 1)
