@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hicache.console import columns, path_of, scaled, sized
 from hicache.errors import ConfigError
+from hicache.host.cores import usable_cores
 from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.integrations.versions import SGLANG, VLLM, require_version
 from hicache.releases import TESTED
@@ -165,7 +166,7 @@ def _memory() -> Iterator[Finding]:
     num_bytes, free = shared.f_blocks * shared.f_frsize, shared.f_bavail * shared.f_frsize
     advice = small if free < _MIN_SHARED_BYTES else ""
     yield Finding(section, _SHARED_FOLDER, f"{sized(num_bytes)}, free {sized(free)}", advice)
-    yield Finding(section, "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    yield Finding(section, "cores", f"{usable_cores()} of {os.cpu_count()}")
 
 
 def _disk(folder: Path) -> Iterator[Finding]:

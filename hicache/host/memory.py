@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from hicache.errors import OutOfMemory
+from hicache.host.cgroups import CGROUP, PROC, groups, number
 
 RESERVE_BYTES = 1 << 30
 _FREE_RESERVE = 8  # a tier of size "free" leaves 1/8 of the free memory
-PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,17 @@ class _Controller:
 # Beyond memory.high a group is throttled, not killed; it stays throttled, because pinned pages cannot be reclaimed.
 _V2 = _Controller(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 _V1 = _Controller(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_OF_VERSION = {2: _V2, 1: _V1}
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Bytes that can be allocated now without swapping: the minimum of the machine's and our cgroups' free memory.
 
-    `cgroup`: mount point of the file system of version 2, or of the controllers of version 1. OSError if `proc` does
-    not report the free memory.
+    OSError if `proc` does not report the free memory.
     """
     limits = [_meminfo(proc / "meminfo", "MemAvailable")]
-    for group, files in _groups(proc / "self" / "cgroup", cgroup):
-        limits.extend(_left(group, files))
+    for group, version in groups("memory", proc, cgroup):
+        limits.extend(_left(group, _OF_VERSION[version]))
     return max(0, min(limits))
 
 
@@ -72,44 +71,14 @@ def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
     return found
 
 
-def _groups(membership: Path, cgroup: Path) -> Iterator[tuple[Path, _Controller]]:
-    """Each directory that may limit us, with the names of its files.
-
-    A container often sees its own group at the mount point and a path of the machine in `membership`. So the mount
-    point always counts, and a missing directory sets no limit.
-    """
-    yield cgroup, _V2
-    yield cgroup / "memory", _V1
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:  # hierarchy:controllers:path, with no controllers in version 2
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            yield from ((group, _V2) for group in _chain(cgroup, path))
-        elif "memory" in controllers.split(","):
-            yield from ((group, _V1) for group in _chain(cgroup / "memory", path))
-
-
-def _chain(root: Path, path: str) -> Iterator[Path]:
-    """The group at `path` below `root` and its parents, without `root`."""
-    parts = [part for part in PurePosixPath(path).parts if part != "/"]
-    if ".." in parts:  # outside this namespace
-        return
-    for depth in range(len(parts), 0, -1):
-        yield root.joinpath(*parts[:depth])
-
-
 def _left(group: Path, files: _Controller) -> Iterator[int]:
     """Bytes left below each limit of one group, with cached file pages counted as free; empty without a limit."""
-    used = _number(group / files.usage)
+    used = number(group / files.usage)
     if used is None:
         return
     cached = sum(_fields(group / "memory.stat").get(name, 0) for name in files.reclaimable)
     for name in files.limits:
-        limit = _number(group / name)
+        limit = number(group / name)
         if limit is not None:
             yield limit - max(0, used - cached)
 
@@ -129,10 +98,3 @@ def _fields(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such controller, or the word "max"
-        return None

@@ -27,6 +27,7 @@ from hicache.config.environment import api_key
 from hicache.console import announce
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
+from hicache.host.cores import usable_cores
 from hicache.layout import ModelGeometry
 from hicache.process import logs
 from hicache.replay.recorder import TraceRecorder
@@ -90,6 +91,7 @@ def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
     """Inside, the model is loaded and the engine is built as the flags say. `say`: called with messages on the packaged
     model. Raises HiCacheError."""
     require_known_parser()
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     key = _checked_key(flags.api_key)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
