@@ -62,7 +62,8 @@ plain: $(STAMP)
 budget: $(STAMP)
 	$(PY) tests/support/budget.py
 
-# The site, into build/site. Its packages are in no other extra; where they are, the tests build the site too.
+# The site, into build/site. Where the packages of these two extras are, the tests build the site, and check distributions,
+# workflows and manifests.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
@@ -82,7 +83,8 @@ clean:
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 $(VENV)/.docs: $(STAMP)
-	$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[docs]'
+	$(PY) -c 'import mkdocs, material, mkdocstrings, twine, check_jsonschema, kubernetes_validate' 2>/dev/null || \
+		$(PY) -m pip install --quiet -e '.[docs,release]'
 	touch $@
 
 $(STAMP): pyproject.toml .ci/setup

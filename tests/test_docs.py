@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ from hicache.integrations.server_store import ServerStoreConfig, server_store_co
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings, offloading_settings
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 
 
 def _file(path: str) -> Path | None:
@@ -171,6 +172,16 @@ def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
     marks = [re.findall(r"^<!-- (table|end of table)\b", text, re.MULTILINE) for text in texts.values()]
     assert all(of_page == ["table", "end of table"] * (len(of_page) // 2) for of_page in marks)
     assert sum(map(len, marks)) > 40
+
+
+def test_the_organisation_is_declared_once(tables: ModuleType) -> None:
+    """Each file that names the address of the repository has that of pyproject.toml: run `make tables`."""
+    kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    texts = {name: (ROOT / name).read_text(errors="replace") for name in {*kept, *tables.ADDRESSED}}
+    named = {name for name, text in texts.items() if re.search(r"github\.com/[\w.-]+/hicache\b", text)}
+    rules = tables.RULES.relative_to(ROOT).as_posix()
+    assert named == {*tables.ADDRESSED, rules}
+    assert [name for name in tables.ADDRESSED if tables.addressed(texts[name]) != texts[name]] == []
 
 
 def test_the_table_of_verbs_is_complete() -> None:

@@ -4,7 +4,8 @@
     ...
     <!-- end of table -->
 
-`make tables` runs this module. A test checks that the tables of all pages are up to date.
+`make tables` runs this module. It also writes the address of the repository into files that name it. A test checks that
+both are up to date.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import inspect
 import re
 import sys
 import tempfile
+import textwrap
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +41,25 @@ _WITH_FLAGS = (EngineConfig, DiskConfig, RemoteConfig)
 _PREFIXES = {cls.__name__: f"{section}." for section, cls in SECTIONS.items() if section}
 
 
+_REPOSITORY = re.compile(r"https://github\.com/[\w.-]+/hicache\b")
+# Files that name the address of the repository, which pyproject.toml declares as `Repository`.
+ADDRESSED = ("pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml", "deploy/alerts.yaml")
+ALERTS, RULES = ROOT / "deploy/alerts.yaml", ROOT / "deploy/kubernetes/rules.yaml"
+
+
+def addressed(text: str) -> str:
+    """Return the text of a file with the declared address of the repository in place of another one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return _REPOSITORY.sub(project["urls"]["Repository"], text)
+
+
+def rules(alerts: str) -> str:
+    """Return the PrometheusRule of the Prometheus Operator that has the alerts of a rule file."""
+    groups = textwrap.indent("\n".join(line for line in alerts.splitlines() if not line.startswith("#")), "  ")
+    head = "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata: {name: hicache}\nspec:\n"
+    return f"# Written by `make tables` from {ALERTS.relative_to(ROOT)}.\n{head}{groups}\n"
+
+
 def filled(page: str) -> str:
     """Return the text of a page with its tables replaced by the current ones."""
     return _MARKED.sub(lambda found: f"{found[1]}\n\n{_TABLES[found[2]](found[3] or '')}\n\n{found[4]}", page)
@@ -45,9 +67,11 @@ def filled(page: str) -> str:
 
 def main() -> None:
     sys.path.append(str(ROOT / "tests" / "support"))
-    for path in sorted((ROOT / "docs").rglob("*.md")):
-        text = path.read_text()
-        if (now := filled(text)) != text:
+    changed = {path: filled(path.read_text()) for path in sorted((ROOT / "docs").rglob("*.md"))}
+    changed |= {path: addressed(path.read_text()) for path in (ROOT / name for name in ADDRESSED)}
+    changed[RULES] = rules(changed[ALERTS])
+    for path, now in changed.items():
+        if now != path.read_text():
             path.write_text(now)
             print(path.relative_to(ROOT))
 

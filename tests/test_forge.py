@@ -1,0 +1,147 @@
+"""The files for forges and clusters are valid, and name scripts, targets, alerts and pages that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+KUBERNETES = ROOT / "deploy/kubernetes"
+OF_OPERATORS = {"ServiceMonitor", "PrometheusRule"}  # kinds whose schema is not that of Kubernetes
+SCHEMAS = {
+    "vendor.github-workflows": WORKFLOWS,
+    "vendor.dependabot": [ROOT / ".github/dependabot.yml"],
+    "vendor.github-issue-config": [ROOT / ".github/ISSUE_TEMPLATE/config.yml"],
+    "vendor.github-issue-forms": [ROOT / f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "feature")],
+    "vendor.citation-file-format": [ROOT / "CITATION.cff"],
+    "vendor.compose-spec": [ROOT / "deploy/compose.yaml"],
+}
+
+
+def loaded(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_a_file_of_the_forge_fits_its_schema(schema: str) -> None:
+    """Checked without a network."""
+    pytest.importorskip("check_jsonschema", reason="check-jsonschema of the extra `release` is not installed")
+    files = map(str, SCHEMAS[schema])
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_workflows_call_the_scripts_of_the_gate() -> None:
+    """Each script and target exists, together they are all parts of `.ci/run`, and each declared Python is tested."""
+    jobs = {f"{path.stem}.{name}": job for path in WORKFLOWS for name, job in loaded(path)["jobs"].items()}
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = {word for line in commands for found in re.findall(r"\bmake (.*)", line) for word in found.split()}
+    scripts = {word for line in commands for word in re.findall(r"\.ci/\w+", line)}
+    declared = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {".venv/.docs"}
+    assert targets <= declared and all((ROOT / script).is_file() for script in scripts)
+    gate = (ROOT / ".ci/run").read_text()
+    assert set(re.findall(r"^make ([\w/.-]+)", gate, re.MULTILINE)) - {"budget"} <= targets
+    assert set(re.findall(r"^(?:.*\|\| )?(\.ci/\w+)", gate, re.MULTILINE)) <= scripts
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r"Python :: 3\.\d", line)}
+    assert declared <= set(jobs["checks.tests"]["strategy"]["matrix"]["python"])
+    assert all(job["timeout-minutes"] for job in jobs.values())
+
+
+def test_manifests_are_valid() -> None:
+    """Each object of Kubernetes fits the strict schema of the newest release that the validator has, and the
+    kustomization lists every file."""
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    files = sorted(path for path in KUBERNETES.glob("*.yaml") if path.stem != "kustomization")
+    assert sorted(loaded(KUBERNETES / "kustomization.yaml")["resources"]) == [path.name for path in files]
+    objects = [one for path in files for one in yaml.safe_load_all(path.read_text())]
+    assert {one["kind"] for one in objects} == OF_OPERATORS | {
+        "Deployment",
+        "Service",
+        "PersistentVolumeClaim",
+        "NetworkPolicy",
+    }
+    for one in objects:
+        if one["kind"] not in OF_OPERATORS:
+            validator.validate(one, validator.latest_version(), strict=True)
+
+
+def test_the_pod_is_confined() -> None:
+    """It is not root, cannot write to its image, and has no capability and no token. Only Prometheus and marked clients
+    reach it."""
+    pod = loaded(KUBERNETES / "deployment.yaml")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert all({"httpGet"} <= container[f"{probe}Probe"].keys() for probe in ("startup", "readiness", "liveness"))
+    (rule,) = loaded(KUBERNETES / "network.yaml")["spec"]["ingress"]
+    assert len(rule["from"]) == 2 and rule["ports"]
+    server = loaded(ROOT / "deploy/compose.yaml")["services"]["hicache"]
+    assert server["read_only"] and server["cap_drop"] == ["ALL"] and all("127.0.0.1" in one for one in server["ports"])
+
+
+def test_each_alert_has_its_section() -> None:
+    """Each has a severity, a summary and a link to its section of docs/alerts.md. It reads metrics that hicache has."""
+    alerts = [rule for group in loaded(ROOT / "deploy/alerts.yaml")["groups"] for rule in group["rules"]]
+    page = (ROOT / "docs/alerts.md").read_text()
+    assert re.findall(r"^## (\w+)", page, re.MULTILINE) == [rule["alert"] for rule in alerts]
+    known = [(ROOT / name).read_text() for name in ("docs/metrics.md", "hicache/serving/server/prometheus.py")]
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["summary"]
+        assert rule["annotations"]["runbook_url"].endswith(f"docs/alerts.md#{rule['alert'].lower()}")
+        for metric in re.findall(r"\bhicache_(\w+)", rule["expr"]):
+            name = re.sub(r"_(total|bucket)$", "", metric)
+            assert any(name in text or name.replace("_", ".", 1) in text for text in known), metric
+
+
+def test_prometheus_takes_the_alerts_and_raises_them(tmp_path: Path) -> None:
+    """`promtool` accepts the rules, and they fire for a server that is down, a budget that is exceeded and a drive that
+    is written too often, and only for these."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool here: apt-get install prometheus")
+    rules = ROOT / "deploy/alerts.yaml"
+    series = {
+        'up{job="hicache", instance="a"}': "0x600",
+        'up{job="hicache", instance="b"}': "1x600",
+        'hicache_tier_used_ratio{tier="disk", instance="b"}': "1.2x600",
+        'hicache_tier_used_ratio{tier="disk", instance="c"}': "0.99x600",
+        'hicache_disk_drive_writes_per_day{instance="c"}': "3x600",
+        'hicache_disk_drive_writes_per_day{instance="b"}': "0.5x600",
+    }
+    fired = {"HicacheDown": "a", "HicacheBudget": "b", "HicacheDriveLife": "c"}
+    samples = [{"labels": f'{{alertname="{name}", instance="{where}"}}', "value": 1} for name, where in fired.items()]
+    query = 'count by (alertname, instance) (ALERTS{alertstate="firing"})'
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": query, "eval_time": "9h", "exp_samples": samples}],
+    }
+    tests = {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "test.yaml").write_text(json.dumps(tests))
+    for command in (["check", "rules", rules], ["test", "rules", tmp_path / "test.yaml"]):
+        done = subprocess.run([promtool, *map(str, command)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_rules_of_the_operator_are_those_of_the_file() -> None:
+    """`make tables` writes them."""
+    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs/site/tables.py")
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert tables.RULES.read_text() == tables.rules(tables.ALERTS.read_text())
+    assert loaded(tables.RULES)["spec"] == loaded(tables.ALERTS)
