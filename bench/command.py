@@ -25,6 +25,7 @@ from hicache.bench.compare import add_compare_flags, compare_command
 from hicache.bench.machine import RESULTS
 from hicache.console import print_table
 
+_PLACES = ("--out", "--resume")
 _PARTS = {"NAME", "DESCRIPTION", "add_arguments", "run"}
 SETS: dict[str, dict[str, list[str]]] = {
     "small": {
@@ -110,18 +111,20 @@ def bench_parser(module: BenchModule, results: Path = RESULTS) -> argparse.Argum
     out = f"folder of the result file (default: {results})"
     parser.add_argument("--out", type=Path, default=results, metavar="DIR", help=out)
     parser.add_argument("--commit", default="", metavar="ID", help="commit of a tree that was copied without its .git")
+    text = "add to a result file of the same kind of machine and code; it is created if it is missing"
+    parser.add_argument("--resume", type=Path, metavar="FILE", help=text)
     module.add_arguments(parser)
     return parser
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:
-    """The command that repeats a run, without `--out`, which does not change the measurement."""
+    """The command that repeats a run, without `--out` and `--resume`, which do not change the measurement."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
-        if not skip and argument != "--out" and not argument.startswith("--out="):
+        if not skip and argument.partition("=")[0] not in _PLACES:
             kept.append(argument)
-        skip = not skip and argument == "--out"
+        skip = not skip and argument in _PLACES
     return shlex.join(["hicache", "bench", "run", name, *kept])
 
 
@@ -129,12 +132,14 @@ def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESUL
     """Run one benchmark, write its file, print its table and return the file's path."""
     args = bench_parser(module, results).parse_args(arguments)
     report = Report.start(module.NAME, args.device, command_line(module.NAME, arguments), args.commit)
+    if args.resume:
+        report.resume(args.resume)
     try:
         module.run(args, report)
     except AssertionError:
         print_report(report)  # no file is written, so show the cases measured so far
         raise
-    path = report.write(args.out)
+    path = report.write(args.resume or args.out)
     print_report(report)
     return path
 

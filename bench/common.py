@@ -26,11 +26,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from hicache.bench.machine import RESULTS, ROOT, commit_of, machine_name, software
+from hicache.bench.machine import RESULTS, ROOT, commit_of, machine_name, software, trees
 from hicache.console import write_atomically
 from hicache.errors import HiCacheError
 
 SCHEMA = 1
+AND = " && "  # between the commands of a result file
 
 Better = Literal["higher", "lower"]
 Timer = Callable[[Callable[[], object]], float]
@@ -62,8 +63,9 @@ def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
 
 
 def chosen_parts(args: argparse.Namespace, report: Report, parts: Sequence[str]) -> Sequence[str]:
-    """The parts of `--only`, or all of `parts`. The result of some parts does not replace that of all."""
-    if args.only:
+    """The parts of `--only`, or all of `parts`. The result of some parts does not replace that of all; with `--resume`
+    it is added to the given file."""
+    if args.only and not args.resume:
         report.bench = "-".join([report.bench, *args.only])
     return args.only or parts
 
@@ -168,6 +170,9 @@ class Report:
     """The cases of one run of one benchmark, and the conditions they were measured under.
 
     Used by one thread. A case that misses its target stays, and its note says so.
+
+    `trees`: digests of the source code that was measured. `runs`: of a benchmark that computes its cases from the runs
+    of several commands. `kept`: cases of earlier commands, from the file that this run adds to.
     """
 
     bench: str
@@ -177,12 +182,39 @@ class Report:
     date: str
     command: str
     cases: list[Case] = field(default_factory=list)
+    trees: dict[str, str] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    kept: list[Case] = field(default_factory=list, compare=False)
 
     @classmethod
     def start(cls, bench: str, device: torch.device, command: str, commit: str = "") -> Report:
         """An empty report with this machine's name, software, commit and the present time (UTC)."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(bench, machine_name(device), software(device), commit or commit_of(ROOT), date, command)
+        commit = commit or commit_of(ROOT)
+        return cls(bench, machine_name(device), software(device), commit, date, command, trees=trees())
+
+    def resume(self, path: Path) -> None:
+        """Keep the runs and cases of a result file, which the file then has in addition to the new ones. Do nothing if
+        there is no file. ResultError if the file has another benchmark, kind of machine or state of the code."""
+        if not path.exists():
+            return
+        earlier = read_report(path)
+        reasons = [f"{name} changed since" for name, tree in self.trees.items() if earlier.trees.get(name) != tree]
+        if earlier.machine != self.machine:
+            reasons.append(f"it is of {earlier.machine}, not {self.machine}")
+        if earlier.bench != self.bench:
+            reasons.append(f"it is of the benchmark {earlier.bench}, not {self.bench}")
+        if reasons:
+            raise ResultError(f"cannot add to {path}: {', '.join(reasons)}; give another file")
+        self.kept, self.runs = earlier.cases, earlier.runs
+        self.software = earlier.software | self.software
+        if self.command not in earlier.commands:
+            self.command = AND.join([*earlier.commands, self.command])
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands that measured the cases."""
+        return self.command.split(AND)
 
     def add(self, case: Case) -> Case:
         """Add a case, with a note if it misses its target; returns it. ValueError for a duplicate name."""
@@ -230,7 +262,10 @@ class Report:
         return self.case(name, [s * per_second for s in seconds], unit, better="lower", **about)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        values = dataclasses.asdict(self)
+        new = {case.name for case in self.cases}
+        values["cases"] = [case for case in values.pop("kept") if case["name"] not in new] + values["cases"]
+        return {"schema": SCHEMA, **values}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Report:
@@ -247,10 +282,11 @@ class Report:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a result of schema {SCHEMA}: {error}") from error
 
-    def write(self, folder: Path = RESULTS) -> Path:
-        """Write `<bench>-<machine>.json` into `folder`, replacing an earlier file of that name atomically."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.bench}-{self.machine}.json"
+    def write(self, place: Path = RESULTS) -> Path:
+        """Write `<bench>-<machine>.json` into the folder `place`, or the file `place`. An earlier file is replaced
+        atomically."""
+        path = place if place.suffix == ".json" else place / f"{self.bench}-{self.machine}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
         write_atomically(path, text + "\n")
         return path

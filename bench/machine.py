@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -17,6 +19,9 @@ _ABOVE = Path(__file__).resolve().parent.parent
 # The repository that the benchmarks run from; None if they are installed without it.
 ROOT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
 RESULTS = Path("bench-results") if ROOT is None else ROOT / "bench" / "results"
+
+_TREES = {"hicache": "hicache", **{name: f"hicache.{name}" for name in ("kernels", "storage", "bench")}}
+_NOT_OF_A_TREE = {"kernels", "storage", "bench", "results"}  # in hicache/ of a wheel they are trees of their own
 
 
 def machine_name(device: torch.device) -> str:
@@ -59,6 +64,20 @@ def commit_of(folder: Path | None) -> str:
         return "unknown"
     changed = _output(["git", "status", "--porcelain", "--", ".", ":(exclude)bench/results"], folder)
     return commit if changed == "" else f"{commit}+dirty"
+
+
+def trees() -> dict[str, str]:
+    """Digests of the source files of hicache, kernels, storage and bench, as they are imported."""
+    return {name: _digest(Path(importlib.import_module(package).__path__[0])) for name, package in _TREES.items()}
+
+
+def _digest(tree: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(tree.rglob("*")):
+        parts = path.relative_to(tree).parts
+        if path.is_file() and parts[0] not in _NOT_OF_A_TREE and "__pycache__" not in parts:
+            digest.update("/".join(parts).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def _output(command: list[str], folder: Path) -> str | None:

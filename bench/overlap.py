@@ -292,7 +292,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         raise BenchUnavailable(f"--prefix-tokens {prefix_tokens}: give whole pages of {PAGE}")
     if suffixes[0] < 1 or suffixes[-1] > prefix_tokens // 4 // PAGE * PAGE:
         raise BenchUnavailable(f"--suffixes {suffixes}: give 1 to {prefix_tokens // 4 // PAGE * PAGE}")
-    if args.orders:
+    if args.orders and not args.resume:
         # A part does not replace the results of all.
         report.bench = "-".join([NAME, *(name.rpartition(".")[2] for name in args.orders)])
     shape, orders = FULL if on_cuda else TINY, [o for o in ORDERS if o.layout.name in (args.orders or o.layout.name)]

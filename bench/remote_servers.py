@@ -94,11 +94,13 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def started(command: Sequence[str], answers: Callable[[Process], bool], **settings: Any) -> Process:
-    """Start a process and wait until it answers. BenchUnavailable if it ends, or does not answer within a minute."""
+def started(
+    command: Sequence[str], answers: Callable[[Process], bool], patience_s: float = PATIENCE_S, **settings: Any
+) -> Process:
+    """Start a process and wait until it answers. BenchUnavailable if it ends, or does not answer in time."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **{**quiet, **settings})
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience_s
     while not answers(process):
         if process.poll() is not None or time.monotonic() > deadline_s:
             end(process)

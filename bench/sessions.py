@@ -14,6 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -194,14 +195,24 @@ def describe_turns(turns: Sequence[Turn], block_tokens: int) -> str:
     )
 
 
-class TurnQueue:
+class OfSession(Protocol):
+    """A request of a session."""
+
+    @property
+    def session(self) -> str: ...
+
+
+T = TypeVar("T", bound=OfSession)
+
+
+class TurnQueue(Generic[T]):
     """Turns that are not sent yet, in order, and the number of open requests of each session."""
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
+    def __init__(self, turns: Sequence[T]) -> None:
         self._left = list(enumerate(turns))
         self._num_open: dict[str, int] = {}
 
-    def take(self) -> tuple[int, Turn] | None:
+    def take(self) -> tuple[int, T] | None:
         """Take the first turn whose session has no open request. If the next turns have none, take the first turn: an
         agent may send several requests concurrently."""
         if not self._left:
@@ -212,5 +223,5 @@ class TurnQueue:
         self._num_open[turn.session] = self._num_open.get(turn.session, 0) + 1
         return number, turn
 
-    def answered(self, turn: Turn) -> None:
+    def answered(self, turn: T) -> None:
         self._num_open[turn.session] -= 1

@@ -1,143 +1,245 @@
-"""A real server with a model of random weights: no offloading, its own CPU and disk tiers, and ours, in one run.
+"""A real server with a model of random weights under a workload: no cache below the GPU, the server's own, and ours.
 
-Each mode has its own process, so that a restart is real, and the device is free for the next mode. The workload
-`documents` exists only for vLLM:
+    hicache bench run servers --modes none,cpu,lazy,hicache --cpu-gib 64 --samples 3 --resume servers.json
 
-    first             time to the first token of new prompts, with `HiCacheOffloadingSpec` and a disk, over no
-                      offloading; .cpu, .fs: with vLLM's CPU tier, with its disk tier; .spec: with
-                      `HiCacheOffloadingSpec` without a disk
-    host.one          a document from CPU memory and 8 tokens, with `HiCacheOffloadingSpec`, over vLLM's own CPU tier
-    restart.over_fs   time to the first token of documents after a restart, with `HiCacheOffloadingSpec` and a disk,
-                      over vLLM's disk tier; .over_computing: over no offloading
-    bytes.<run>       bytes that a run moved, by vLLM's metrics
-    tokens            answers that equal another run's with the same number of cached tokens; a difference is an error
-
-Before a restart all files are dropped from the kernel's page cache. With `--document-tokens N` the names begin with
-"tokensN". The workload `sessions` has other rows: it has many concurrent requests, and also serves by
-SGLang.
+Each run has its own process, folder and empty caches. The result file has the runs, and is written after each of them;
+`hicache.bench.servers.cases` computes the cases from all runs. With `--resume` a command makes only the runs that the
+file lacks. Modes are not interleaved within a run, because a start takes as long as the requests; samples alternate.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import queue
 import shutil
 import tempfile
-from collections.abc import Callable
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from hicache.bench.common import BenchUnavailable, Report
-from hicache.bench.servers import sessions, vllm
+from hicache.bench.servers import sglang, vllm
+from hicache.bench.servers.cases import add_cases
+from hicache.bench.servers.lmcache import lmcache_server
 from hicache.bench.servers.program import file_system, run_program
-from hicache.bench.servers.workload import Served, compare_tokens
+from hicache.bench.servers.runs import Run, Setting, missing_runs, plan
+from hicache.bench.servers.workload import Workload, describe, distinct_tokens
 
 NAME = "servers"
 DESCRIPTION = "a real server (vLLM, SGLang): no offloading, its own CPU and disk tiers, and ours"
 
-_PATIENCE_S = 600.0
+_SERVERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
+_START_S = 300.0
+_SPARE_TOKENS = 256  # of a request, in addition to its prompt and answer
+_PAGE_TOKENS = 64
+_EXCESS = 2.5  # distinct tokens under SGLang, over its cache on the device
+_SEED = 23
 
-_Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, function that returns the values
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Default sizes. `gpu_tokens`: None for a share of the distinct tokens."""
+
+    sessions: int = 40
+    turns: int = 8
+    growth: int = 6000
+    common: int = 4000
+    longest: int = 64_000
+    requests: int = 120
+    longest_conversation: int = 60_000
+    block_tokens: int = 512
+    clients: int = 16
+    cpu_gib: float = 64.0
+    gpu_tokens: int | None = 0
+    layers: int = 0
+
+
+_MEMORY = _Sizes()
+_DISK = _Sizes(sessions=12, gpu_tokens=180_000, cpu_gib=16.0)
+_SGLANG = _Sizes(sessions=12, turns=6, growth=4000, clients=4, cpu_gib=0.0, gpu_tokens=None, layers=8)
+_SMALL = _Sizes(4, 3, 300, 64, 1500, 8, 1500, 16, 3, 1 / 64, 2048)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", choices=("vllm", "sglang"), default="vllm")
-    workload = "documents, one request at a time (vLLM); or sessions of coding agents, many at once"
-    parser.add_argument("--workload", choices=("documents", "sessions"), default="documents", help=workload)
-    modes = "modes, with commas; a case needs both of its modes (default: all): none, cpu, spec, fs, "
-    modes += "hicache; those of sessions: docs/benchmarks.md"
-    parser.add_argument("--modes", type=lambda text: text.split(","), metavar="MODES", help=modes)
-    parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
-    parser.add_argument("--cpu-bytes", type=int, default=0, help="of the CPU tier (default: 36 GiB, small: 64 MiB)")
-    chunk = "of the device's cache in a chunk of the offloading, in every mode (default: 4)"
-    parser.add_argument("--blocks-per-chunk", type=int, default=4, help=chunk)
-    tokens = "of a document of the workload documents, in the names of rows (default: 16384, small: 1024)"
-    parser.add_argument("--document-tokens", type=int, default=0, help=tokens)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
-    sessions.add_arguments(parser)
-    parser.add_argument("--small", action="store_true", help="a tiny model and short documents; always so on CPUs")
+    add = parser.add_argument
+    add("--server", choices=tuple(_SERVERS), default="vllm")
+    add("--workload", choices=("agents", "conversation"), default="agents", help="docs/benchmarks.md has the formula")
+    add("--modes", type=lambda text: text.split(","), metavar="MODES", help="with commas: docs/benchmarks.md")
+    add("--samples", type=int, default=1, help="runs of each mode (default: 1)")
+    order = "A B B A A B, or A B A B A B (default: balanced)"
+    add("--order", choices=("balanced", "rounds"), default="balanced", help=order)
+    add("--gpus", type=lambda text: text.split(","), default=["0"], metavar="N,N", help="a server on each (default: 0)")
+    add("--clients", type=_integers, metavar="N,N", help="a run for each number (default: 16; SGLang: 4)")
+    cpu_gib = "of the CPU tier, a run for each (default: 64; with a disk: 16; SGLang: as on the device)"
+    add("--cpu-gib", type=lambda text: [float(part) for part in text.split(",")], metavar="N,N", help=cpu_gib)
+    gpu_tokens = "of the GPU's cache, 0: all that fit (default: 0; with a disk: 180000; SGLang: distinct tokens / 2.5)"
+    add("--gpu-tokens", type=int, help=gpu_tokens)
+    add("--sessions", type=int, help="of agents (default: 40; with a disk, and SGLang: 12)")
+    add("--turns", type=int, help="of a session (default: 8; SGLang: 6)")
+    add("--growth", type=int, help="mean of the new tokens of a turn (default: 6000; SGLang: 4000)")
+    add("--seed", type=int, default=_SEED, help=f"of the generator (default: {_SEED})")
+    add("--trace", type=Path, metavar="PATH", help="of the workload conversation (default: generated prompts)")
+    add("--requests", type=int, help="of the workload conversation (default: 120)")
+    add("--longest", type=int, help="tokens of a prompt (default: 64000, conversation: 60000)")
+    add("--answer-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
+    add("--blocks-per-chunk", type=int, default=4, help="of the GPU's cache in a chunk of the CPU tier (default: 4)")
+    add("--model", default="", help="name or folder (default: random weights, 8B geometry)")
+    add("--layers", type=int, help="of the model of random weights (default: 32; SGLang: 8)")
+    add("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
+    add("--limit-s", type=float, default=400.0, help="seconds after which a run is stopped and lost (default: 400)")
+    add("--small", action="store_true", help="a tiny model and short prompts; always so on CPUs")
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
+    server = _SERVERS[args.server]
+    if reason := server.missing():
+        raise BenchUnavailable(reason)
+    modes = args.modes or (list(server.MODES) if args.device.type == "cuda" else ["none", "hicache"])
+    if unknown := set(modes) - set(server.MODES):
+        raise BenchUnavailable(f"--modes {','.join(sorted(unknown))}: there are {', '.join(server.MODES)}")
     args.model = str(Path(args.model).resolve()) if args.model and Path(args.model).exists() else args.model
     args.small = args.small or args.device.type == "cpu"
-    (sessions.run_sessions if args.workload == "sessions" else _run_documents)(args, report)
-
-
-def _run_documents(args: argparse.Namespace, report: Report) -> None:
-    if args.server != "vllm":
-        raise BenchUnavailable(f"--server {args.server} serves sessions alone; give --workload sessions")
-    if reason := vllm.missing():
-        raise BenchUnavailable(reason)
-    modes = {name.partition(".")[0] for name in vllm.RUNS}
-    if unknown := set(args.modes or ()) - modes:
-        raise BenchUnavailable(f"--modes {','.join(sorted(unknown))}: there are {', '.join(sorted(modes))}")
-    length = [f"tokens{args.document_tokens}"] if args.document_tokens else []
-    report.bench = "-".join([NAME, args.server, *length, *(args.modes or ())])  # a part does not replace all results
-    runs: dict[str, Served] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-servers-", dir=args.folder) as folder:
-        medium = file_system(Path(folder))
-        for name in vllm.RUNS:
-            if not args.modes or name.partition(".")[0] in args.modes:
-                runs[name] = _serve(name, args, Path(folder).resolve())
-                if f"{name}.restart" not in vllm.RUNS:  # the disk may be too small for the files of all modes
-                    shutil.rmtree(Path(folder) / name.partition(".")[0], ignore_errors=True)
-                report.software[args.server] = runs[name].version
-                print(f"{name}: started in {runs[name].start_s:.0f} s", flush=True)
-    _compare_modes(report, args, runs)
-    for name, served in runs.items():
-        if served.num_bytes:
-            note = ", ".join(f"{what} {number / 1e9:.3f} GB" for what, number in served.num_bytes.items())
-            gb = sum(served.num_bytes.values()) / 1e9
-            report.case(f"{_base(args)}.bytes.{name}", [gb], "GB", note=f"{note}; files on {medium}")
-    compared, different = compare_tokens(runs)
-    note = f"equal another's to the same prompt with as many cached tokens; {different} different ones"
-    report.case(f"{_base(args)}.tokens", [compared], "answers", note=note)
+        served = _Served(server, args, report, Path(folder).resolve())
+        settings = [setting for mode in modes for setting in served.settings(mode)]
+        served.serve(missing_runs(plan(settings, args.samples, args.order), served.runs))
+    if not served.runs:
+        raise BenchUnavailable(f"{args.server} serves none of {', '.join(modes)}: the reasons are above")
+    add_cases(report, served.runs, small=args.small)
 
 
-def _base(args: argparse.Namespace) -> str:
-    length = f".tokens{args.document_tokens}" if args.document_tokens else ""
-    return f"{NAME}.{args.server}{length}"
+@dataclass
+class _Served:
+    """Makes runs, one at a time on each GPU. Their files are in `folder`."""
 
+    server: ModuleType
+    args: argparse.Namespace
+    report: Report
+    folder: Path
+    runs: list[Run] = field(init=False)
+    _workloads: dict[Setting, tuple[Workload, str]] = field(default_factory=dict)
+    _described: dict[Workload, tuple[int, str]] = field(default_factory=dict)  # distinct tokens, and a description
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-def _serve(name: str, args: argparse.Namespace, folder: Path) -> Served:
-    task = vllm.documents_task(name, args, folder)
-    environment = {**vllm.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
-    try:
-        result = run_program(vllm.__name__, name, task, environment, folder, _PATIENCE_S)
-    finally:
-        vllm.clean_up(name, folder)
-    return Served.from_json(result)
+    def __post_init__(self) -> None:
+        self.runs = [Run.from_json(values) for values in self.report.runs]
 
+    def settings(self, mode: str) -> list[Setting]:
+        """The settings of a mode: one for each size of the CPU tier, if it has one, and each number of clients."""
+        has_disk, is_sglang = mode in self.server.DISK_MODES, self.args.server == "sglang"
+        usual = _SMALL if self.args.small else _SGLANG if is_sglang else _DISK if has_disk else _MEMORY
+        self.args.layers = usual.layers if self.args.layers is None else self.args.layers
+        workload, by_default = self._workload(usual), self._workload(usual, defaults=True)
+        if workload not in self._described:
+            prompts = workload.prompts()
+            self._described[workload] = distinct_tokens(prompts), describe(prompts)
+        distinct, prompts_text = self._described[workload]
+        gpu_tokens = int(distinct / _EXCESS) // _PAGE_TOKENS * _PAGE_TOKENS
+        usual_tokens = gpu_tokens if usual.gpu_tokens is None else usual.gpu_tokens
+        gpu_tokens = usual_tokens if self.args.gpu_tokens is None else self.args.gpu_tokens
+        sizes = self.args.cpu_gib or [usual.cpu_gib or _device_gib(gpu_tokens, self.args.layers)]
+        files = file_system(self.folder) if has_disk else ""
+        found = []
+        for clients in self.args.clients or [usual.clients]:
+            variant = [] if workload.label == by_default.label else [workload.label]
+            variant += [] if clients == usual.clients else [f"c{clients}"]
+            variant += [] if gpu_tokens == usual_tokens else [f"gpu{gpu_tokens}"]
+            variant += ["tmpfs"] if files == "tmpfs" else []
+            about = (workload.name, workload.label, clients)
+            for cpu_gib in [0.0] if mode == "none" else sizes:
+                setting = Setting(self.args.server, mode, *about, cpu_gib, gpu_tokens, files, ".".join(variant))
+                self._workloads[setting] = workload, prompts_text
+                found.append(setting)
+        return found
 
-def _compare_modes(report: Report, args: argparse.Namespace, runs: dict[str, Served]) -> None:
-    """Add the cases of the finished runs. The targets are for a model that fills a GPU."""
-    served = {name: run.answers.keys() for name, run in runs.items()}
+    def serve(self, settings: list[Setting]) -> None:
+        """Make the runs. Each GPU takes the next one. The result file is written after each run."""
+        left: queue.SimpleQueue[tuple[int, Setting]] = queue.SimpleQueue()
+        for numbered in enumerate(settings):
+            left.put(numbered)
 
-    def add(name: str, side: _Side, other: _Side, target: float | None = None) -> None:
-        (run, workload, take), (other_run, other_workload, take_other) = side, other
-        if workload in served.get(run, ()) and other_workload in served.get(other_run, ()):
-            values, ceiling = take(runs[run], workload), take_other(runs[other_run], other_workload)
-            cached, of_ceiling = runs[run].cached(workload), runs[other_run].cached(other_workload)
-            report.case(
-                f"{_base(args)}.{name}",
-                values,
-                "ms",
-                better="lower",
-                ceiling=ceiling,
-                target=None if args.small else target,
-                note=f"{len(runs[run].first(workload))} prompts, {cached:.0f} tokens of each cached by the server's "
-                f"count; {of_ceiling:.0f} of the ceiling's",
-            )
+        def work(gpu: str) -> None:
+            while True:
+                try:
+                    number, setting = left.get_nowait()
+                except queue.Empty:
+                    return
+                self._serve_next(setting, f"{number}-{setting.mode}", gpu)
 
-    computed = ("none", "first", Served.first_ms)
-    restarted, of_files = ((f"{mode}.restart", "first", Served.first_ms) for mode in ("hicache", "fs"))
-    for mode in [name for name in runs if name != "none" and not name.endswith(".restart")]:
-        is_hicache = mode == "hicache"
-        add(
-            "first" if is_hicache else f"first.{mode}",
-            (mode, "first", Served.first_ms),
-            computed,
-            1.03 if is_hicache else None,
+        with ThreadPoolExecutor(len(self.args.gpus)) as threads:
+            list(threads.map(work, self.args.gpus))
+
+    def _serve_next(self, setting: Setting, name: str, gpu: str) -> None:
+        try:
+            made = self._serve(setting, name, gpu)
+        except BenchUnavailable as error:  # continue with the other runs
+            print(f"{setting.mode}: {error}", flush=True)
+            return
+        with self._lock:
+            self.runs.append(made)
+            self.report.runs.append(dataclasses.asdict(made))
+            self.report.software[self.args.server] = made.version
+            self.report.write(self.args.resume or self.args.out)  # a killed benchmark keeps its runs
+            shown = f"{setting.mode} {setting.cpu_gib:g} GiB {setting.variant}: started in {made.start_s:.0f} s"
+            print(f"{shown}, {made.makespan_s:.1f} s, {made.cached_text} cached, {made.first_text}", flush=True)
+
+    def _serve(self, setting: Setting, name: str, gpu: str) -> Run:
+        """Make a run. BenchUnavailable if the server does not answer all prompts within the limit."""
+        workload, prompts = self._workloads[setting]
+        files = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
+        environment = {**self.server.ENVIRONMENT, "TRITON_CACHE_DIR": str(self.folder / "triton")}
+        environment |= {} if self.args.device.type == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
+        environment |= {} if self.args.model else {"HF_HUB_OFFLINE": "1"}
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, files, ignore_errors=True)  # the disk may have no capacity for all modes
+            stack.callback(self.server.clean_up, files)
+            lmcache = {}
+            if setting.mode == "lmcache":
+                log = self.folder / f"{name}.lmcache.log"
+                lmcache = stack.enter_context(lmcache_server(setting.cpu_gib, environment, log))
+            max_tokens = workload.longest + self.args.answer_tokens + _SPARE_TOKENS
+            task = self.server.task(setting, self.args, max_tokens, files, lmcache)
+            environment |= task.pop("environment", {})
+            task |= {"workload": dataclasses.asdict(workload), "clients": setting.clients}
+            task |= {"answer_tokens": self.args.answer_tokens, "limit_s": self.args.limit_s}
+            patience_s = _START_S + 2 * self.args.limit_s
+            served = run_program(self.server.__name__, name, task, environment, self.folder, patience_s)
+        if len(served["answers"]) < served["num_requests"]:
+            answered = f"{len(served['answers'])} of {served['num_requests']} prompts"
+            raise BenchUnavailable(f"answered {answered} in {served['makespan_s']:.0f} s; raise --limit-s")
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        return Run.of(setting, served, prompts=prompts, date=date, beside=len(self.args.gpus))
+
+    def _workload(self, usual: _Sizes, *, defaults: bool = False) -> Workload:
+        """The workload of the arguments, or the one without arguments, for names of cases."""
+
+        def size(name: str, of: int) -> int:
+            given = getattr(self.args, name)
+            return of if given is None or defaults else int(given)
+
+        about: dict[str, Any] = {"name": self.args.workload, "seed": self.args.seed, "is_tiny": self.args.small}
+        if self.args.workload == "agents":
+            about |= {name: size(name, getattr(usual, name)) for name in ("sessions", "turns", "growth", "longest")}
+            return Workload(**about, common=usual.common)
+        return Workload(
+            **about,
+            requests=size("requests", usual.requests),
+            longest=size("longest", usual.longest_conversation),
+            block_tokens=usual.block_tokens,
+            trace=str(self.args.trace or ""),
         )
-    add("host.one", ("spec", "host", Served.total_ms), ("cpu", "host", Served.total_ms), 0.97)
-    add("restart.over_fs", restarted, of_files, 0.85)
-    add("restart.over_computing", restarted, computed, 1.03)
+
+
+def _device_gib(gpu_tokens: int, layers: int) -> float:
+    """GiB of a cache of `gpu_tokens` on the device, and a tenth more: 8 heads of keys and values of 128 elements."""
+    return 1.1 * gpu_tokens * layers * 2 * 8 * 128 * 2 / (1 << 30)

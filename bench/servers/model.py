@@ -18,11 +18,13 @@ _TINY = """{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4
 _LOG_DECAY = -6.0  # log decay of linear attention, so that its states depend on hundreds of tokens
 
 
-def write_config(folder: Path, small: bool) -> Path:
-    """Write the configuration of the model; returns its folder, in `folder`."""
+def write_config(folder: Path, small: bool, num_layers: int = 0) -> Path:
+    """Write the configuration of the model; returns its folder, in `folder`. `num_layers`: 0 for the usual number."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(json.loads(_8B) | (json.loads(_TINY) if small else {})))
+    config = json.loads(_8B) | (json.loads(_TINY) if small else {})
+    config |= {"num_hidden_layers": num_layers} if num_layers else {}
+    (model / "config.json").write_text(json.dumps(config))
     return model
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hicache.bench.common import BenchUnavailable
 
-_EVERY_S = 1.0
+_USED = 0.7  # share of the disk's free space that our disk may use
 
 
 def run_program(
@@ -58,33 +58,9 @@ def file_system(folder: Path) -> str:
     return around[max(around, key=lambda point: len(point.parts))]
 
 
-def drop_files(folder: Path, known: dict[Path, int] | None = None) -> None:
-    """Drop all files below a folder from the kernel's page cache. Only pages that are on the disk can be dropped, so
-    files are written to the disk first, unless `known` has their present time of modification."""
-    known = {} if known is None else known
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
-            written = os.fstat(file.fileno()).st_mtime_ns
-            if known.get(path) != written:
-                os.fdatasync(file.fileno())
-                known[path] = written
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@contextlib.contextmanager
-def files_dropped(folder: Path) -> Iterator[None]:
-    """Within the block, drop the files below a folder from the kernel's page cache once a second, as if memory were
-    full."""
-    stop, known = threading.Event(), dict[Path, int]()
-
-    def drop() -> None:
-        while not stop.wait(_EVERY_S):
-            drop_files(folder, known)
-
-    thread = threading.Thread(target=drop)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def disk_settings(mode: str, small: bool, folder: Path) -> dict[str, Any]:
+    """Settings of our disk: a mode that ends with "-always" loads all pages found, one with "-never" none once it has
+    measured the disk. With a tiny model, which computes faster than a disk reads, other modes also load all."""
+    speed = {"always": 0.0, "never": 1e12}.get(mode.rpartition("-")[2], 0.0 if small else None)
+    budget = max(1, min(100, int(shutil.disk_usage(folder).free * _USED / 1e9)))
+    return {"budget": f"{budget}GB", **({} if speed is None else {"prefill_tokens_per_s": speed})}

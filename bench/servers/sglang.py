@@ -1,9 +1,14 @@
-"""SGLang for the workload `sessions`: the configuration of each mode, and the program that serves.
+"""SGLang for the benchmark `servers`: the configuration of each mode, and the program that serves.
 
-`python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON (`task`). Only it imports SGLang,
-whose schedulers run in other processes. `file` is HiCache with SGLang's own file backend, `hicache` is HiCache with our
-backend, `cpu` is HiCache without a backend. All modes have equal CPU memory, because SGLang does not accept less than
-its cache on the device.
+    none     without HiCache
+    files    HiCache with SGLang's own file backend
+    hicache  HiCache with our backend; -always, -never: loads all pages found; none
+
+HiCache writes back: a page is stored when the device evicts it. All modes have equal CPU memory, because SGLang does
+not accept less than its cache on the device.
+
+`python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON. Only it imports SGLang, whose
+schedulers run in other processes.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import math
 import stat
 import sys
 import time
@@ -20,16 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers.model import write_config
-from hicache.bench.servers.sessions_program import disk_settings, serve_loads
+from hicache.bench.servers.program import disk_settings
+from hicache.bench.servers.runs import Setting
+from hicache.bench.servers.serve import serve
 
-MODES = (
-    "none",
-    "cpu",
-    "file",
-    "hicache",
-    "hicache-always",
-    "hicache-never",
-)
+MODES = ("none", "files", "hicache", "hicache-always", "hicache-never")
+DISK_MODES = MODES[1:]
 ENVIRONMENT: dict[str, str] = {}
 
 _FOLDER_OF_FILES = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
@@ -43,36 +45,36 @@ def missing() -> str:
     return "" if found else "SGLang is not installed: pip install '.[sglang]' in a clone of hicache"
 
 
-def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The server's part of a task, as JSON. Files are in `folder`."""
-    files = folder / f"{mode}.tp{tensor_parallel}"
-    settings = _engine_settings(args, folder)
-    cpu_bytes = int(args.cpu_gib * (1 << 30))
-    settings |= _hierarchy(mode.partition("-")[0], cpu_bytes, files, disk_settings(mode, args.small, folder))
+def task(
+    setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path, lmcache: dict[str, Any]
+) -> dict[str, Any]:
+    """The server's part of a task, as JSON. `files`: folder of the run."""
+    settings = _engine_settings(setting, args, max_tokens, files)
+    settings |= _hierarchy(setting, files, disk_settings(setting.mode, args.small, files))
     return {
-        "engine": settings | {"tp_size": tensor_parallel},
+        "engine": settings,
         "random_weights": not args.model,
         "files": str(files),
         "environment": {_FOLDER_OF_FILES: str(files)},
     }
 
 
-def clean_up(mode: str, folder: Path) -> None:
+def clean_up(files: Path) -> None:
     """Do nothing: SGLang leaves no files."""
 
 
-def _engine_settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _engine_settings(setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path) -> dict[str, Any]:
     """Settings of SGLang's `Engine`. They choose kernels that need only SGLang's own packages, so that modes can be
     compared on any machine."""
     on_cuda = args.device.type == "cuda"
     return {
-        "model_path": args.model or str(write_config(folder, args.small)),
+        "model_path": args.model or str(write_config(files, args.small, args.layers)),
         "device": args.device.type,
         "dtype": "bfloat16" if on_cuda else "float32",
         "skip_tokenizer_init": True,
         "page_size": _PAGE_TOKENS,
-        "context_length": args.longest + args.answer_tokens + 256,
-        "max_total_tokens": args.gpu_tokens,
+        "context_length": max_tokens,
+        "max_total_tokens": setting.gpu_tokens,
         "chunked_prefill_size": 8192,
         "attention_backend": "triton" if on_cuda else "torch_native",
         "sampling_backend": "pytorch",
@@ -83,20 +85,18 @@ def _engine_settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _hierarchy(mode: str, cpu_bytes: int, files: Path, disk: dict[str, Any]) -> dict[str, Any]:
-    """Settings of HiCache, without (`cpu`) or with a backend; empty for `none`. `disk`: settings of our backend."""
-    if mode == "none":
+def _hierarchy(setting: Setting, files: Path, disk: dict[str, Any]) -> dict[str, Any]:
+    """Settings of HiCache; empty for `none`. `disk`: settings of our backend."""
+    if setting.mode == "none":
         return {}
     settings = {
         "enable_hierarchical_cache": True,
-        "hicache_size": max(1, cpu_bytes // 10**9),
+        "hicache_size": max(1, math.ceil(setting.cpu_gib * (1 << 30) / 1e9)),  # in units of 1e9 bytes
         "hicache_mem_layout": "page_first",
-        "hicache_write_policy": "write_through",
+        "hicache_write_policy": "write_back",
         "hicache_storage_prefetch_policy": "wait_complete",  # without a limit of time
     }
-    if mode == "cpu":
-        return settings
-    if mode == "file":
+    if setting.mode == "files":
         return {**settings, "hicache_storage_backend": "file"}
     config = {
         "backend_name": "hicache",
@@ -146,13 +146,9 @@ class Server:
             if (now := self._files()) != known:
                 known, quiet_s = now, time.monotonic() + _QUIET_S
 
-    def num_bytes(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """Disk space of its files; SGLang does not count bytes."""
-        files = self._files()
-        return {"files": sum(num_bytes for _, num_bytes in files.values())} if files else {}
-
-    def rates(self) -> dict[str, float]:
-        return {}
+        return {"files": float(sum(num_bytes for _, num_bytes in self._files().values()))}
 
     def _files(self) -> dict[Path, tuple[int, int]]:
         """Time of the last write, and disk space in bytes, of each file."""
@@ -168,7 +164,7 @@ class Server:
 def main() -> None:
     given = json.load(sys.stdin)
     server = Server(given)
-    server.engine.loop.run_until_complete(serve_loads(server, given))
+    server.engine.loop.run_until_complete(serve(server, given))
     server.engine.shutdown()
 
 

@@ -1,17 +1,22 @@
-"""vLLM for the benchmark `servers`: the configuration of each mode, and the program that serves both workloads.
+"""vLLM for the benchmark `servers`: the configuration of each mode, and the program that serves.
 
-`python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON (`task`, `documents_task`), and
-writes the outcome into a file. Only it imports vLLM: `AsyncLLM`, with its engine in another process, and TP workers if
-there are several GPUs.
+    none          no connector
+    cpu           vLLM's CPU tier, which stores what was just computed
+    lazy          vLLM's `SimpleCPUOffloadConnector`, which stores what is about to leave the GPU
+    lmcache       LMCache's server (`hicache.bench.servers.lmcache`)
+    raw, hicache  `HiCacheConnector`, without and with packing
+    fs            vLLM's CPU tier above its own files
+    disk          `HiCacheConnector` with a disk; -always, -never: loads all pages found; none
+
+`python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON, and writes the outcome into a
+file. Only it imports vLLM: `AsyncLLM`, with its engine in another process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import importlib.util
-import itertools
 import json
 import sys
 import time
@@ -20,167 +25,121 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers.model import write_config
-from hicache.bench.servers.program import drop_files
-from hicache.bench.servers.sessions_program import disk_settings, serve_loads
-from hicache.bench.servers.workload import Answer, Served, Workload, device_tokens, workloads
+from hicache.bench.servers.program import disk_settings
+from hicache.bench.servers.runs import GATE, Setting
+from hicache.bench.servers.serve import serve
 
-# The workload `documents`: the workloads that each run serves, in order. A run has its own process; a run with
-# ".restart" uses the files of the previous run.
-RUNS = {
-    "none": ("warm", "first"),
-    "cpu": ("warm", "first", "one_more", "host"),
-    "spec": ("warm", "first", "one_more", "host"),
-    "fs": ("warm", "first"),
-    "fs.restart": ("warm", "first"),
-    "hicache": ("warm", "first", "one_more"),
-    "hicache.restart": ("warm", "first"),
-}
-# Modes of the workload `sessions`.
-MODES = (
-    "none",
-    "cpu",
-    "spec",
-    "spec-raw",
-    "fs",
-    "fs-dropped",
-    "hicache",
-    "hicache-always",
-    "hicache-never",
-)
-_ON_CPUS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+MODES = ("none", "cpu", "lazy", "lmcache", "raw", "hicache", "fs", "disk", "disk-always", "disk-never")
+DISK_MODES = ("fs", "disk", "disk-always", "disk-never")
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    **_ON_CPUS,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "PYTHONHASHSEED": "0",  # LMCache's keys
 }
 
 _PLUG_IN = "hicache.integrations.vllm"
 _WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
-_ANSWER_TOKENS = 8
 _MAX_REQUESTS = 32  # maximum number of running requests, unless there are more clients
 _UTILISATION = 0.8  # share of the GPU's memory
-_QUIET_S, _PATIENCE_S = 2.0, 120.0
+_COUNTERS = {
+    "vllm:kv_offload_load_bytes": "load",
+    "vllm:kv_offload_store_bytes": "store",
+    "vllm:kv_offload_tiering_read_bytes": "tiering_read",
+    "vllm:kv_offload_tiering_write_bytes": "tiering_write",
+    "vllm:external_prefix_cache_hits": "external_tokens",
+}
 
 
 def missing() -> str:
     """The package that must be installed first; "" if none."""
-    return (
-        "" if importlib.util.find_spec("vllm") else "vLLM is not installed: pip install '.[vllm]' in a clone of hicache"
-    )
+    found = importlib.util.find_spec("vllm")
+    return "" if found else "vLLM is not installed: pip install '.[vllm]' in a clone of hicache"
 
 
-def documents_task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The task of a run of the workload `documents`, as JSON. Files of models and tiers are in `folder`."""
-    chosen = workloads(args.small, args.document_tokens)
-    tokens = chosen["first"].tokens
-    settings = engine_settings(args, folder, tokens + 256, device_tokens(tokens))
-    mode = run.partition(".")[0]
-    cpu_bytes = args.cpu_bytes or (64 << 20 if args.small else 36 << 30)
-    # A tiny model computes faster than a disk reads; 0: always load.
-    disk = {"prefill_tokens_per_s": 0} if args.small else {}
-    extra = offloading(mode, args, cpu_bytes, folder / mode, disk)
-    return {
-        "engine": settings | connector(extra, f"{folder.name}-{run}"),
-        "workloads": [dataclasses.asdict(chosen[name]) for name in RUNS[run]],
-        "settle": f"{run}.restart" in RUNS,
-    }
+def task(
+    setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path, lmcache: dict[str, Any]
+) -> dict[str, Any]:
+    """The server's part of a task, as JSON. `files`: folder of the run. `lmcache`: the connector to its server."""
+    settings = _engine_settings(setting, args, max_tokens, files)
+    connector = lmcache if setting.mode == "lmcache" else _connector(setting, args, files)
+    if connector:
+        about = {"kv_role": "kv_both", "engine_id": files.name, "kv_load_failure_policy": "recompute"}
+        settings["kv_transfer_config"] = about | connector
+    return {"engine": settings}
 
 
-def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The server's part of a task, as JSON. Files are in `folder`."""
-    family = mode.partition("-")[0] if mode != "spec-raw" else mode
-    settings = engine_settings(args, folder, args.longest + args.answer_tokens + 256, args.gpu_tokens)
-    settings |= {"max_num_seqs": max(_MAX_REQUESTS, *args.concurrency), "tensor_parallel_size": tensor_parallel}
-    if args.device.type == "cuda":
-        settings |= {"gpu_memory_utilization": _UTILISATION, "disable_custom_all_reduce": True, "seed": 0}
-    cpu_bytes = int((args.disk_cpu_gib if family in ("fs", "hicache") else args.cpu_gib) * (1 << 30))
-    disk = disk_settings(mode, args.small, folder)
-    extra = offloading(family, args, cpu_bytes, folder / f"{mode}.tp{tensor_parallel}", disk)
-    return {"engine": settings | connector(extra, f"{folder.name}-{mode}")}
-
-
-def clean_up(run: str, folder: Path) -> None:
-    """Clean up after the processes of a run have ended: drop the files of the disk from the kernel's page cache, as a
-    restart follows, and remove the file of vLLM's CPU tier, which vLLM leaves behind."""
-    drop_files(folder / run.partition(".")[0])
-    for file in Path("/dev/shm").glob(f"vllm_offload_{folder.name}-{run}*"):
+def clean_up(files: Path) -> None:
+    """Remove the file of vLLM's CPU tier, which a killed vLLM leaves behind."""
+    for file in Path("/dev/shm").glob(f"vllm_offload_{files.name}*"):
         file.unlink(missing_ok=True)
 
 
-def engine_settings(args: argparse.Namespace, folder: Path, max_tokens: int, gpu_tokens: int) -> dict[str, Any]:
-    """Settings of the engine: requests of at most `max_tokens`, and a cache of `gpu_tokens` on the device."""
-    block_tokens = 16 if args.device.type == "cuda" else 32  # vLLM on CPUs takes multiples of 32
+def _engine_settings(setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path) -> dict[str, Any]:
+    """Settings of the engine. Requests have at most `max_tokens`."""
+    on_cuda = args.device.type == "cuda"
+    block_tokens = 16 if on_cuda else 32  # vLLM on CPUs takes multiples of 32
     settings = {
         "model": args.model,
         "skip_tokenizer_init": True,
         "block_size": block_tokens,
         "max_model_len": max_tokens,
-        "num_gpu_blocks_override": gpu_tokens // block_tokens,
+        "max_num_seqs": max(_MAX_REQUESTS, setting.clients),
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256",
         "disable_log_stats": False,
+        "dtype": "bfloat16" if on_cuda else "float32",
     }
-    if args.device.type == "cuda":
+    if setting.gpu_tokens:
+        settings["num_gpu_blocks_override"] = setting.gpu_tokens // block_tokens
+    if on_cuda:
         compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        more = {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192, "compilation_config": compilation}
-        settings |= {"dtype": "bfloat16", **more}
+        settings |= {"max_num_batched_tokens": 8192, "compilation_config": compilation, "seed": 0}
+        settings |= {"gpu_memory_utilization": _UTILISATION, "disable_custom_all_reduce": True}
     else:
-        settings |= {"dtype": "float32", "enforce_eager": True}
+        settings |= {"enforce_eager": True}
     if not args.model:
         worker = {"load_format": "hicache_random", "worker_extension_cls": f"{_WORKER}.WorkerExtension"}
-        settings |= {"model": str(write_config(folder, args.small)), **worker}
+        settings |= {"model": str(write_config(files, args.small, args.layers)), **worker}
     return settings
 
 
-def connector(extra: dict[str, Any] | None, engine_id: str) -> dict[str, Any]:
-    """The engine's settings for the offloading `extra`; empty for None."""
-    if extra is None:
-        return {}
-    about = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": engine_id}
-    return {"kv_transfer_config": {**about, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}}
-
-
-def offloading(
-    mode: str, args: argparse.Namespace, cpu_bytes: int, files: Path, disk: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The connector's extra configuration; None for no offloading. `disk`: additional settings of our disk."""
-    extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "blocks_per_chunk": args.blocks_per_chunk}
+def _connector(setting: Setting, args: argparse.Namespace, files: Path) -> dict[str, Any]:
+    """The connector of a mode other than `lmcache`, with its extra configuration; empty for none."""
+    mode, cpu_bytes = setting.mode, {"cpu_bytes_to_use": int(setting.cpu_gib * (1 << 30))}
+    sizes = cpu_bytes | {"blocks_per_chunk": args.blocks_per_chunk}
     if mode == "none":
-        return None
-    disk = {"path": str(files), "budget": "100GB", **disk}
-    if mode in ("spec", "spec-raw", "hicache"):
-        extra |= {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": _PLUG_IN}
-        extra |= {"kv_packing": "off"} if mode == "spec-raw" else {}
-        return extra | ({"disk": disk} if mode == "hicache" else {})
-    extra["spec_name"] = "TieringOffloadingSpec"
-    if args.device.type == "cpu":
-        extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
-    return extra | ({"secondary_tiers": [{"type": "fs", "root_dir": str(files)}]} if mode == "fs" else {})
-
-
-def moved_bytes(metrics: Iterable[Any]) -> dict[str, int]:
-    """Bytes that vLLM has moved, by metric."""
-    found: dict[str, int] = {}
-    for metric in metrics:
-        name = metric.name.removeprefix("vllm:kv_offload_").removesuffix("_bytes")
-        if name in ("load", "store", "tiering_read", "tiering_write") and metric.name.endswith("_bytes"):
-            found[name] = found.get(name, 0) + int(metric.value)
-    return found
-
-
-def gate_rates(metrics: Iterable[Any]) -> dict[str, float]:
-    """Number of loads by decision of our disk's gate, and its last measured rates."""
-    names = {
-        "load_gate_loads": "decision",
-        "cost_prefill_tokens_per_second": "",
-        "movement_bytes_per_second": "movement",
+        return {}
+    if mode == "lazy":
+        extra: dict[str, Any] = cpu_bytes | {"lazy_offload": True}
+        return {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": extra}
+    if mode in ("cpu", "fs"):
+        tiers = {"secondary_tiers": [{"type": "fs", "root_dir": str(files)}]} if mode == "fs" else {}
+        spec = {"spec_name": "TieringOffloadingSpec" if mode == "fs" else "CPUOffloadingSpec"}
+        if args.device.type == "cpu":
+            spec = {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
+        return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": sizes | spec | tiers}
+    ours: dict[str, Any] = {"kv_packing": "off"} if mode == "raw" else {}
+    if mode in DISK_MODES:
+        ours = {"disk": {"path": str(files), **disk_settings(mode, args.small, files)}}
+    return {
+        "kv_connector": "HiCacheConnector",
+        "kv_connector_module_path": _PLUG_IN,
+        "kv_connector_extra_config": sizes | ours,
     }
+
+
+def counters(metrics: Iterable[Any]) -> dict[str, float]:
+    """Bytes moved and tokens from below the GPU, and the decisions of our disk's gate, from metrics of vLLM."""
     found: dict[str, float] = {}
     for metric in metrics:
-        name = metric.name.removeprefix("vllm:hicache_")
-        if metric.name.startswith("vllm:hicache_") and name in names:
-            found[metric.labels.get(names[name], "prefill")] = float(metric.value)
+        name = _COUNTERS.get(metric.name.removesuffix("_total"))
+        if metric.name == "vllm:hicache_load_gate_loads":
+            name = GATE + metric.labels["decision"]
+        if name is not None:
+            found[name] = found.get(name, 0.0) + float(metric.value)
     return found
 
 
@@ -211,55 +170,18 @@ class Server:
         total_s = time.perf_counter() - begin_s
         return first_s, total_s, last.num_cached_tokens or 0, list(last.outputs[0].token_ids)
 
-    async def settle(self) -> None:
-        """Send requests, so that the scheduler checks its copies, until no bytes have moved for 2 s, or for two
-        minutes; then empty the device's prefix cache."""
-        known, number = self.num_bytes(), 0
-        deadline_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
-        while time.monotonic() < min(quiet_s, deadline_s):
-            await self.answer(f"settle {time.monotonic()}", [20], 1)
-            await asyncio.sleep(0.1)
-            if (now := self.num_bytes()) != known:
-                known, quiet_s = now, time.monotonic() + _QUIET_S
-        while not await self._engine.reset_prefix_cache() and time.monotonic() < deadline_s:
-            await self.answer(f"reset {number}", [20], 1)  # resetting fails while blocks are copied; a step ends copies
-            number += 1
-
-    def num_bytes(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
-        return moved_bytes(get_metrics_snapshot())
-
-    def rates(self) -> dict[str, float]:
-        from vllm.v1.metrics.reader import get_metrics_snapshot
-
-        return gate_rates(get_metrics_snapshot())
+        return counters(get_metrics_snapshot())
 
     def close(self) -> None:
         self._engine.shutdown()
 
 
-async def serve_documents(server: Server, given: dict[str, Any]) -> None:
-    """Serve the workloads of a task, and write the outcome into the task's result file."""
-    served, numbers = Served({}, {}, server.start_s, server.version), itertools.count()
-    for values in given["workloads"]:
-        workload = Workload(**values)
-        if workload.forget:
-            await server.settle()
-        answers = served.answers[workload.name] = list[Answer]()
-        for document in workload.requests():
-            prompt, name = workload.prompt(document), f"request {next(numbers)}"
-            first_s, total_s, cached, tokens = await server.answer(name, prompt, _ANSWER_TOKENS)
-            answers.append(Answer(document, cached, first_s, total_s, tokens))
-    if given["settle"]:
-        await server.settle()
-    served.num_bytes.update(server.num_bytes())
-    Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
-
-
 async def _serve(given: dict[str, Any]) -> None:
     server = Server(given["engine"])
-    await (serve_documents if "workloads" in given else serve_loads)(server, given)
+    await serve(server, given)
     server.close()
 
 

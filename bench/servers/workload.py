@@ -1,121 +1,125 @@
-"""The workload `documents` as data: the prompts, and the answers of a server.
+"""The prompts that a server answers: sessions of agents, generated; or conversations, which have little in common.
 
-A program (`hicache.bench.servers.vllm`) serves workloads in its own process and writes a `Served`.
+`agents`: All sessions begin with the same `common` tokens. A turn belongs to a session drawn uniformly among those with
+turns left. It extends the session's prompt by max(64, min(4 growth, Exp(growth))) new tokens, where Exp is the
+exponential distribution with the mean `growth`; the prompt is cut at `longest`.
+
+`conversation`: The first `requests` prompts of a trace (`hicache.replay.trace`) with at most `longest` tokens, each
+block of the trace as `block_tokens` tokens. Without a trace a fourth of the prompts begin with the same three blocks,
+and lengths are exponential.
+
+Values are drawn from Python's generator with a seed, so they are equal on all machines.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-ENDING_TOKENS = 3
-_MOST_DEVICE_TOKENS = 196_608  # 24 GiB with 8B geometry
+from hicache.bench.common import BenchUnavailable
+from hicache.replay.trace import read_trace
+
+_VOCABULARY = (3, 31_000)  # first token id, and the end
+_TINY_VOCABULARY = 240  # token ids of a tiny model, from 10 on
+_HEAD_BLOCKS, _HEADS_OF = 3, 4
+_MEAN_BLOCKS = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of a session, as token ids."""
+
+    session: str
+    tokens: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Prompts of one workload, sent one after the other: documents of random tokens, each followed by an ending."""
+    """The sizes of a workload. `sessions`, `turns`, `growth` and `common` are those of agents, `requests` and
+    `block_tokens` those of conversations. All but the counts are in tokens."""
 
     name: str
-    documents: int
-    tokens: int  # tokens of a document
-    first_document: int = 0  # number of the first document; equal numbers are equal documents in all workloads
-    repeats: int = 1  # how often each prompt is sent in a row
-    forget: bool = False  # empty the device's own prefix cache first
+    sessions: int = 0
+    turns: int = 0
+    growth: int = 0
+    common: int = 0
+    requests: int = 0
+    block_tokens: int = 0
+    longest: int
+    seed: int
+    trace: str = ""  # path
+    is_tiny: bool = False  # token ids of a vocabulary of 256
 
-    def requests(self) -> Iterator[int]:
-        """The document of each request."""
-        for document in range(self.first_document, self.first_document + self.documents):
-            yield from [document] * self.repeats
+    @property
+    def label(self) -> str:
+        """The sizes that distinguish workloads of one name."""
+        if self.name == "agents":
+            return f"{self.sessions}x{self.turns}x{self.growth}"
+        return f"{Path(self.trace).stem or 'generated'}{self.requests}"
 
-    def prompt(self, document: int) -> list[int]:
-        """Token ids of a prompt, which every vocabulary has."""
-        text = random.Random(document).choices(range(10, 250), k=self.tokens)
-        return text + random.Random(1).choices(range(10, 250), k=ENDING_TOKENS)
+    def prompts(self) -> list[Request]:
+        """Generate or read the prompts. BenchUnavailable if the trace has none."""
+        found = list(self._agents() if self.name == "agents" else self._conversations())
+        if not found:
+            raise BenchUnavailable(f"--trace {self.trace}: no prompt of at most {self.longest} tokens")
+        return found
 
+    def _agents(self) -> Iterator[Request]:
+        generator = random.Random(self.seed)
+        prompts = [self._tokens(generator, self.common)] * self.sessions
+        left = [self.turns] * self.sessions
+        while any(left):
+            session = generator.choice([number for number, turns in enumerate(left) if turns])
+            left[session] -= 1
+            num_new = max(64, min(4 * self.growth, int(generator.expovariate(1 / self.growth))))
+            prompts[session] = (prompts[session] + self._tokens(generator, num_new))[: self.longest]
+            yield Request(f"session {session}", prompts[session])
 
-@dataclass(frozen=True)
-class Answer:
-    document: int
-    cached: int  # tokens of the prompt that were not computed, by the server's count
-    first_s: float  # time to the first token
-    total_s: float  # time to the last token
-    tokens: list[int]
+    def _conversations(self) -> Iterator[Request]:
+        fitting = (
+            (session, blocks) for session, blocks in self._blocks() if len(blocks) * self.block_tokens <= self.longest
+        )
+        for session, blocks in itertools.islice(fitting, self.requests):
+            tokens = [self._tokens(random.Random(block), self.block_tokens) for block in blocks]
+            yield Request(session, list(itertools.chain.from_iterable(tokens)))
 
+    def _blocks(self) -> Iterator[tuple[str, list[int]]]:
+        """Session and block ids of each request."""
+        if self.trace:
+            for number, request in enumerate(read_trace(self.trace).requests):
+                yield request.session or f"request {number}", request.blocks.tolist()
+            return
+        generator, ids = random.Random(self.seed), itertools.count(_HEAD_BLOCKS)
+        for number in range(2 * self.requests):
+            head = list(range(_HEAD_BLOCKS)) if generator.randrange(_HEADS_OF) == 0 else []
+            num_new = 1 + int(generator.expovariate(1 / _MEAN_BLOCKS))
+            yield f"request {number}", head + list(itertools.islice(ids, num_new))
 
-@dataclass(frozen=True)
-class Served:
-    """The outcome of one process of a server: the answers by workload, in order."""
-
-    answers: dict[str, list[Answer]]
-    num_bytes: dict[str, int]  # bytes moved, by the server's own metrics
-    start_s: float
-    version: str
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Served:
-        answers = {name: [Answer(**answer) for answer in some] for name, some in values["answers"].items()}
-        return cls(**{**values, "answers": answers})
-
-    def first(self, workload: str) -> list[Answer]:
-        """The first answer to each prompt."""
-        found: dict[int, Answer] = {}
-        for answer in self.answers[workload]:
-            found.setdefault(answer.document, answer)
-        return list(found.values())
-
-    def cached(self, workload: str) -> float:
-        """Mean number of cached tokens of a prompt that is sent for the first time, by the server's count."""
-        answers = self.first(workload)
-        return sum(answer.cached for answer in answers) / len(answers)
-
-    def first_ms(self, workload: str) -> list[float]:
-        """Milliseconds to the first token of prompts that are sent for the first time."""
-        return [answer.first_s * 1e3 for answer in self.first(workload)]
-
-    def total_ms(self, workload: str) -> list[float]:
-        """Milliseconds to the last token of prompts that are sent for the first time."""
-        return [answer.total_s * 1e3 for answer in self.first(workload)]
+    def _tokens(self, generator: random.Random, count: int) -> list[int]:
+        tokens = [generator.randrange(*_VOCABULARY) for _ in range(count)]
+        return [10 + token % _TINY_VOCABULARY for token in tokens] if self.is_tiny else tokens
 
 
-def workloads(small: bool, tokens: int = 0) -> dict[str, Workload]:
-    """All workloads by name. `small`: for a tiny model on two cores. `tokens` of a document; 0: the default. There are
-    fewer documents if they are long."""
-    usual, few = (1024, 3) if small else (16384, 6)
-    few, tokens = (few if tokens <= 4 * usual else 3), tokens or usual
-    every = (
-        Workload(name="warm", documents=2, first_document=1000, repeats=2, tokens=min(tokens, usual)),
-        Workload(name="first", documents=few, repeats=2, tokens=tokens),
-        Workload(name="one_more", documents=1, first_document=few, tokens=tokens),
-        Workload(name="host", documents=few, forget=True, tokens=tokens),
+def distinct_tokens(prompts: list[Request]) -> int:
+    """The number of tokens that a cache of all prompts holds: those that no earlier prompt has at the same place after
+    the same tokens, counted in pieces of 64."""
+    known = set[int]()
+    for request in prompts:
+        key = 0
+        for start in range(0, len(request.tokens), 64):
+            key = hash((key, *request.tokens[start : start + 64]))
+            known.add(key)
+    return 64 * len(known)
+
+
+def describe(prompts: list[Request]) -> str:
+    """Describe prompts in one line."""
+    sizes = sorted(len(request.tokens) for request in prompts)
+    sessions = len({request.session for request in prompts})
+    return (
+        f"{len(prompts)} prompts of {sessions} sessions, {sizes[0]} to {sizes[-1]} tokens, {sum(sizes)} in all, "
+        f"{distinct_tokens(prompts)} of them distinct"
     )
-    return {workload.name: workload for workload in every}
-
-
-def device_tokens(tokens: int) -> int:
-    """Size of the device's cache in tokens: four documents, limited to the memory of a GPU with an 8B model."""
-    return max(min(4 * tokens, _MOST_DEVICE_TOKENS), tokens + 4096)
-
-
-def compare_tokens(runs: Mapping[str, Served]) -> tuple[int, int]:
-    """Compare answers to the same prompt with the same number of cached tokens, of different runs or repeats; raises
-    AssertionError if they differ. Returns the number of comparisons, and the number of different answers: if all
-    answers were equal, the comparison would show nothing.
-
-    Other answers are not compared: for another number of tokens a GPU adds in another order, which changes the last
-    bits and so, sometimes, a token.
-    """
-    known: dict[tuple[int, int], tuple[str, list[int]]] = {}
-    compared = 0
-    for name, served in runs.items():
-        for answer in (answer for answers in served.answers.values() for answer in answers):
-            key = (answer.document, answer.cached)
-            other, tokens = known.setdefault(key, (name, answer.tokens))
-            if answer.tokens != tokens:
-                raise AssertionError(
-                    f"{name} answers document {key[0]} with other tokens than {other}: {key[1]} cached"
-                )
-            compared += answer.tokens is not tokens
-    return compared, len({tuple(tokens) for _, tokens in known.values()})

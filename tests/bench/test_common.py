@@ -86,10 +86,24 @@ def test_a_result_file_holds_the_schema_and_reads_back(tmp_path: Path) -> None:
     path = report.write(tmp_path / "deep")
     assert path == tmp_path / "deep" / "toy-cpu-2core.json"
     values = json.loads(path.read_text())
-    assert set(values) == {"schema", "bench", "machine", "software", "commit", "date", "command", "cases"}
+    fields = {"schema", "bench", "machine", "software", "commit", "date", "command", "cases", "trees", "runs"}
+    assert set(values) == fields
     assert values["schema"] == 1
-    fields = ["name", "value", "unit", "ceiling", "ratio", "better", "target", "samples", "p10", "p50", "p90", "note"]
-    assert list(values["cases"][0]) == fields
+    fields_of_a_case = [
+        "name",
+        "value",
+        "unit",
+        "ceiling",
+        "ratio",
+        "better",
+        "target",
+        "samples",
+        "p10",
+        "p50",
+        "p90",
+        "note",
+    ]
+    assert list(values["cases"][0]) == fields_of_a_case
     assert common.read_report(path) == report
     report.add(Case.of("more", [1.0], "s"))
     assert report.write(tmp_path / "deep") == path

@@ -15,19 +15,21 @@ import torch
 
 import sglang_server
 from hicache.bench.servers import sglang
+from hicache.bench.servers.runs import Setting
 
 pytestmark = pytest.mark.timeout(2400)  # a start of SGLang takes a minute on a busy machine
 
 SUPPORT = Path(sglang_server.__file__).parent
 PROMPTS = [random.Random(number).choices(range(10, 250), k=1027) for number in range(3)]
-SIZES = argparse.Namespace(
-    model="", device=torch.device("cpu"), small=True, longest=1500, answer_tokens=8, gpu_tokens=4096, cpu_gib=1 / 64
-)
+ARGUMENTS = argparse.Namespace(model="", device=torch.device("cpu"), small=True, layers=0)
 
 
 def served(folder: Path, mode: str) -> tuple[list[int], list[list[int]]]:
     """Cached tokens and answers of a process that is asked for each prompt twice."""
-    given = sglang.task(mode, 1, SIZES, folder) | {"prompts": PROMPTS}
+    setting = Setting("sglang", mode, "", "", clients=1, cpu_gib=1 / 64, gpu_tokens=4096, files="", variant="")
+    given = sglang.task(setting, ARGUMENTS, 1764, folder, {}) | {"prompts": PROMPTS}
+    if mode != "none":
+        given["engine"]["hicache_write_policy"] = "write_through"
     path = os.pathsep.join([str(SUPPORT / "sglang_site"), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, **given["environment"], "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     done = subprocess.run(

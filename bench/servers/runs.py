@@ -1,0 +1,128 @@
+"""The runs of servers, as they are kept in a result file, and the order in which the missing ones are made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hicache.bench.common import percentile
+
+GATE = "gate."  # before the decisions of our gate, among the counters of a server
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The mode, workload and sizes of a run. Runs of equal settings are samples of the same cases.
+
+    `cpu_gib`: 0 without a CPU tier. `gpu_tokens`: of the GPU's cache, 0: all that fit. `files`: type of the file
+    system of a disk mode, or "". `variant`: the sizes that differ from the defaults, for names of cases; "" for none.
+    """
+
+    server: str
+    mode: str
+    workload: str
+    sizes: str
+    clients: int
+    cpu_gib: float
+    gpu_tokens: int
+    files: str
+    variant: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """The outcome of one process of a server.
+
+    `first_ms`: milliseconds to the first token: mean, p50, p90, p99. `cached`: share of the prompts' tokens by the tier
+    that had them, and `all`. `moved_gb`: GB by the server's metrics; empty if it counts none. `gate`: loads of our disk
+    by decision. `answers`: a digest of four digits for each answer, in order of the prompts. `beside`: number of GPUs
+    that served at the same time.
+    """
+
+    setting: Setting
+    prompts: str
+    version: str
+    date: str
+    beside: int
+    start_s: float
+    makespan_s: float
+    first_ms: dict[str, float]
+    cached: dict[str, float]
+    moved_gb: dict[str, float]
+    gate: dict[str, float]
+    answers: str
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Run:
+        return cls(**{**values, "setting": Setting(**values["setting"])})
+
+    @classmethod
+    def of(cls, setting: Setting, served: Mapping[str, Any], **about: Any) -> Run:
+        """The run of an outcome of `serve`, in which all prompts are answered. `about`: the other fields."""
+        answers = sorted(served["answers"], key=lambda answer: int(answer["number"]))
+        counters = dict(served["counters"])
+        external = counters.pop("external_tokens", None)
+        gate = {name.removeprefix(GATE): number for name, number in counters.items() if name.startswith(GATE)}
+        moved = {name: number / 1e9 for name, number in counters.items() if number and not name.startswith(GATE)}
+        first = [answer["first_s"] * 1e3 for answer in answers]
+        total = sum(answer["prompt_tokens"] for answer in answers)
+        cached = sum(answer["cached"] for answer in answers)
+        tiers = {} if external is None else _by_tier(cached, external, moved)
+        return cls(
+            setting,
+            version=served["version"],
+            start_s=served["start_s"],
+            makespan_s=served["makespan_s"],
+            first_ms={"mean": sum(first) / len(first), **{f"p{p}": percentile(first, p) for p in (50, 90, 99)}},
+            cached={name: tokens / total for name, tokens in {"all": cached, **tiers}.items()},
+            moved_gb=moved,
+            gate=gate,
+            answers=" ".join(_digest(answer["tokens"]) for answer in answers),
+            **about,
+        )
+
+    @property
+    def cached_text(self) -> str:
+        return ", ".join(f"{name} {share:.3f}" for name, share in self.cached.items())
+
+    @property
+    def first_text(self) -> str:
+        return ", ".join(f"{name} {ms:.0f}" for name, ms in self.first_ms.items()) + " ms"
+
+    def differing_share(self, other: Run) -> float:
+        """The share of the prompts that both runs answered with different tokens."""
+        pairs = list(zip(self.answers.split(), other.answers.split(), strict=True))
+        return sum(mine != theirs for mine, theirs in pairs) / len(pairs)
+
+
+def _by_tier(cached: float, external: float, moved: Mapping[str, float]) -> dict[str, float]:
+    """Cached tokens by tier. The disk's are estimated from its bytes: those that vLLM loads to the GPU are of
+    `external` tokens."""
+    loaded, read = moved.get("load", 0.0), moved.get("tiering_read", 0.0)
+    disk = min(1.0, read / loaded) * external if loaded else 0.0
+    return {"gpu": cached - external, "cpu": external - disk, "disk": disk}
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()[:4]
+
+
+def plan(settings: Sequence[Setting], samples: int, order: str) -> list[Setting]:
+    """The settings of all runs, in order: `balanced` for A B B A A B, so that a drift of the machine affects all modes
+    alike; `rounds` for A B A B A B."""
+    rounds = (settings[::-1] if order == "balanced" and number % 2 else settings for number in range(samples))
+    return [setting for one in rounds for setting in one]
+
+
+def missing_runs(planned: Sequence[Setting], runs: Sequence[Run]) -> list[Setting]:
+    """The planned runs without those that were made."""
+    made = Counter(run.setting for run in runs)
+    missing = []
+    for setting in planned:
+        made[setting] -= 1
+        if made[setting] < 0:
+            missing.append(setting)
+    return missing

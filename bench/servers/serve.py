@@ -1,0 +1,56 @@
+"""The part that is the same in the programs of all servers: it sends the prompts of a task and writes the outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hicache.bench.servers.clients import Answer, send
+from hicache.bench.servers.workload import Workload
+from hicache.console import write_atomically
+
+_WARM_TOKENS = 3000
+
+
+class AsyncServer(Protocol):
+    """A server with its front end in this process, and the processes that it started."""
+
+    version: str
+    start_s: float
+
+    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
+        """Serve a prompt; returns seconds to the first and last token, cached tokens, and the answer's tokens."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Numbers since the start, by name: bytes moved, tokens from lower tiers, decisions of our gate."""
+        ...
+
+
+async def serve(server: AsyncServer, given: Mapping[str, Any]) -> None:
+    """Serve the prompts of a task, and write the outcome into the task's result file. Two other prompts are served
+    first, to warm up."""
+    requests = Workload(**given["workload"]).prompts()
+    for number in range(2):
+        prompt = [5 + number] * min(_WARM_TOKENS, given["workload"]["longest"])
+        await server.answer(f"warm {number}", prompt, given["answer_tokens"])
+
+    async def ask(number: int) -> Answer:
+        prompt = requests[number].tokens
+        first_s, total_s, cached, answer = await server.answer(f"request {number}", prompt, given["answer_tokens"])
+        return Answer(number, first_s, total_s, len(prompt), cached, answer)
+
+    before = server.counters()
+    makespan_s, answers = await send(ask, requests, given["clients"], given["limit_s"])
+    outcome = {
+        "version": server.version,
+        "start_s": server.start_s,
+        "makespan_s": makespan_s,
+        "num_requests": len(requests),
+        "answers": [dataclasses.asdict(answer) for answer in answers],
+        "counters": {name: number - before.get(name, 0) for name, number in server.counters().items()},
+    }
+    write_atomically(Path(given["result"]), json.dumps(outcome))
