@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import math
 import mmap
@@ -29,6 +30,7 @@ from hicache.storage.memory import memory_file, usable_cpus
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 30
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14
 TOUCH_BYTES = 32 << 20  # bytes that a thread touches at a time: complete huge pages, and many more pieces than threads
 
 
@@ -158,7 +160,7 @@ class PinnedArena:
             # After a fork the next write to a memory page would copy it, and the GPU would keep using the old page.
             mapping.madvise(mmap.MADV_DONTFORK)
             registry = CudaRegistry(device) if registry is None else registry
-            touch(self.data.view(-1).numpy(), registry.near())
+            touch(self.data.numpy(), registry.near(), setting)
             self._pins = PinnedRows(self.data, setting=setting, registry=registry, chunk_bytes=chunk_bytes)
 
     def close(self) -> None:
@@ -183,14 +185,36 @@ def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRe
     return torch.frombuffer(memory, dtype=torch.uint8).view(rows, row_bytes)
 
 
-def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:
-    """Write a zero to every memory page of new `memory`, uint8 [bytes], from threads on `cpus` (empty: on any)."""
-    pieces = [memory[start : start + TOUCH_BYTES] for start in range(0, len(memory), TOUCH_BYTES)]
-    run_near(_touch_piece, pieces, cpus)
+def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int], setting: str) -> None:
+    """Allocate every memory page of `memory`, uint8 [rows, bytes], from threads on `cpus` (empty: on any). There may be
+    gaps between rows. Bytes do not change. An OutOfMemory names `setting`."""
+    start, (num_rows, row_bytes) = memory.ctypes.data, memory.shape
+    if memory.flags.c_contiguous:
+        num_rows, row_bytes = 1, memory.nbytes
+    step = max(1, TOUCH_BYTES // max(1, row_bytes))  # rows
+    pieces = [
+        [(start + row * memory.strides[0] + at, min(TOUCH_BYTES, row_bytes - at)) for row in range(first, last)]
+        for first, last in ((first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+        for at in range(0, row_bytes, TOUCH_BYTES)
+    ]
+    try:
+        run_near(_touch_spans, pieces, cpus)
+    except OSError as error:
+        raise OutOfMemory(f"cannot allocate {memory.nbytes} bytes of CPU memory ({error}); lower {setting}") from None
 
 
-def _touch_piece(piece: npt.NDArray[np.uint8]) -> None:
-    piece[:: mmap.PAGESIZE] = 0  # numpy releases the GIL
+def _touch_spans(spans: list[tuple[int, int]]) -> None:
+    """Allocate the memory pages of spans, each an address and a number of bytes."""
+    libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, unlike mmap.madvise
+    for address, num_bytes in spans:
+        first = address - address % mmap.PAGESIZE
+        length = address + num_bytes - first
+        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+            error = ctypes.get_errno()
+            if error != errno.EINVAL:
+                raise OSError(error, os.strerror(error))
+            pages = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(first))
+            pages[:: mmap.PAGESIZE] |= 0  # a kernel before 5.14; numpy releases the GIL
 
 
 def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:

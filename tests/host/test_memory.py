@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -235,6 +236,27 @@ def test_memory_is_resident_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch)
     lazy.data[2] = 1
     assert 0 < resident_pages(lazy.data.data_ptr(), rows * row_bytes) <= 4 * row_bytes // mmap.PAGESIZE
     assert "dc" not in flags_at(lazy.data.data_ptr())
+
+
+@pytest.mark.parametrize("row_bytes", [1 << 20, 5 << 20, 3000])
+def test_only_the_touched_part_of_rows_becomes_resident(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All memory pages of the second part of each row of shared memory are allocated, and their bytes stay. An error of
+    the system is an OutOfMemory."""
+    monkeypatch.setattr(arena, "TOUCH_BYTES", 2 << 20)
+    stride = 2 * -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    rows = np.frombuffer(mmap.mmap(-1, 4 * stride), np.uint8).reshape(4, stride)
+    start, pages = rows.ctypes.data, -(-row_bytes // mmap.PAGESIZE)
+    rows[:, stride // 2 + row_bytes - 1] = 7
+    assert resident_pages(start, 4 * stride) == 4
+    arena.touch(rows[:, stride // 2 : stride // 2 + row_bytes], frozenset(), "l2_bytes")
+    assert [resident_pages(start + row * stride, stride // 2) for row in range(4)] == [0] * 4
+    assert [resident_pages(start + row * stride + stride // 2, pages * mmap.PAGESIZE) for row in range(4)] == [
+        pages
+    ] * 4
+    assert rows.sum() == 28 and (rows[:, stride // 2 + row_bytes - 1] == 7).all()
+    beyond = np.ctypeslib.as_array((ctypes.c_uint8 * mmap.PAGESIZE).from_address(1 << 20))[None]  # nothing is mapped
+    with pytest.raises(OutOfMemory, match=r"cannot allocate 4096 bytes of CPU memory .*; lower l2_bytes"):
+        arena.touch(beyond, frozenset(), "l2_bytes")
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 3])

@@ -41,6 +41,7 @@ from hicache.integrations.vllm.offloading_settings import (
 )
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
 from hicache.integrations.vllm.recurrent_states import set_recurrent_states
+from hicache.integrations.vllm.region_allocation import without_allocation
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
 from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
 from hicache.integrations.vllm.row_packing import RowPacking, format_of, row_packing
@@ -137,7 +138,8 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         is_first = self._manager is None
-        manager = super().get_manager()
+        with without_allocation():
+            manager = super().get_manager()
         if is_first:
             correct_scheduler()
             assert self._scheduler_mmap is not None
@@ -155,13 +157,14 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         device, num_gpu_blocks = kv_caches.tensors[0].tensor.device, len(kv_caches.tensors[0].tensor)
         if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
             raise ConfigError(f"hicache copies from CUDA devices and CPUs, not {device}; use TieringOffloadingSpec")
-        region = SharedOffloadRegion(
-            engine_id=self.config.engine_id,
-            num_chunks=self.num_chunks,
-            rank=0 if self.replicated_layout else self.config.parallel.rank,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-            cpu_page_size=self.cpu_page_size_per_worker,
-        )
+        with without_allocation():
+            region = SharedOffloadRegion(
+                engine_id=self.config.engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
         self._note_mapped(region, self.config.parallel.rank)
         if self.config.parallel.rank == 0:
             self._compare_sizes(num_gpu_blocks)

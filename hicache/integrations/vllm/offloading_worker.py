@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from hicache.errors import OutOfMemory
-from hicache.host.arena import CudaRegistry, PinnedRows, allocate_pinned
+from hicache.host.arena import CudaRegistry, PinnedRows, allocate_pinned, touch
 from hicache.integrations.vllm.offloading_copies import Direction, chunk_blocks
 from hicache.integrations.vllm.region_files import remove_names
 from hicache.integrations.vllm.row_links import Link
@@ -42,7 +42,8 @@ _CANNOT_SHARE = (
 
 
 class ChunkRows:
-    """This worker's part of the rows of a region: `host`, uint8 [rows, cpu_page_bytes]. Owns the region.
+    """This worker's part of the rows of a region: `host`, uint8 [rows, cpu_page_bytes]. Owns the region, and allocates
+    its memory.
 
     `registry`: pins the rows, for a cache on a GPU. If the region cannot be pinned, `host` is private memory of this
     worker. If other processes read or write the rows too (`is_shared`), OutOfMemory is raised instead.
@@ -59,6 +60,7 @@ class ChunkRows:
         self.rows_per_chunk = len(rows)
         self._pins = None
         self._is_private = False
+        touch(self.host.numpy(), frozenset() if registry is None else registry.near(), "cpu_bytes_to_use")
         if registry is None:
             return
         try:

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu import shared_offload_region
 
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host.arena import CudaRegistry
@@ -255,6 +257,26 @@ def test_from_when_all_have_mapped_it_the_memory_has_no_name(order: str, device:
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("order", ["worker, scheduler", "scheduler, worker"])
+def test_workers_allocate_the_memory_and_the_scheduler_only_maps_it(order: str) -> None:
+    """When worker 1 of 2 has started, its half of each of 4 rows is resident in its mapping, and nothing is in the
+    mapping of the scheduler. vLLM's function is the same as before."""
+    populate, started, resident = shared_offload_region._get_populate_write_fn, list[Any](), list[str]()
+    cache = Cache(widths=(4096,), groups=((0,),))
+    config = offloading_config(cache, extra(cache, 8))
+    for process in order.split(", "):
+        spec = HiCacheOffloadingSpec(replace(config, parallel=replace(config.parallel, world_size=2, rank=1)))
+        started.append(spec.get_manager() if process == "scheduler" else spec.get_worker(cache.on("cpu")))
+        resident.append("0" if process == "scheduler" else "16")
+        maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+        found = re.findall(rf"{config.engine_id}.*(?:\n.*)*?\nRss: +(\d+) kB", maps)
+        assert sorted(found) == sorted(resident)
+    assert shared_offload_region._get_populate_write_fn is populate
+    for part in started:
+        part.shutdown()
+
+
+@pytest.mark.smoke
 def test_a_server_that_is_killed_in_its_start_leaves_nothing_to_the_next_one(device: str) -> None:
     """At whichever call of the system that makes its memory: the next start removes what it left before it takes memory
     itself. From the end of the start on there is nothing to remove."""
@@ -307,6 +329,9 @@ class NoPinning:
 
     def register(self, address: int, num_bytes: int) -> str:
         return "CUDA error 801, operation not supported"
+
+    def near(self) -> frozenset[int]:
+        return frozenset()
 
     def allocate(self, num_bytes: int) -> int:
         memory = mmap.mmap(-1, num_bytes)
