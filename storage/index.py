@@ -24,6 +24,7 @@ import logging
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -48,6 +49,8 @@ _MIN_MAP_BYTES = 1 << 30  # address space, not memory
 _SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
 _MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64  # slots of one batch of victims: at least 4096, or 1/64 of all
 _MIN_SPARE, _SPARE_SHARE = 128, 8
+_KEPT_SHARE = 0.9  # of the bytes in slots, for pages with a deadline
+_KEPT = np.uint64(1 << 63)  # added to the tick of a kept page in comparisons
 _ENTRY, _SLOT, _LENGTH = struct.Struct("<QII"), struct.Struct(">IIQ"), struct.Struct(">II")
 TICK = np.dtype("<u8")
 _RECORD = np.dtype([("slot", "<u8"), ("payload_bytes", "<u4"), ("page_bytes", "<u4")])
@@ -84,12 +87,17 @@ class LastUse(NamedTuple):
 class UseOrder:
     """The tick of the last use of every slot, by slot length. Any thread calls `note`; only the writer calls the rest.
 
+    A page may have a deadline: until then it is evicted after pages without one. At most nine tenths of the bytes in
+    slots are kept so; beyond that, pages lose their deadlines in the order of their last use. A restart forgets
+    deadlines.
+
     A use noted while an array grows may be lost. A use of a page that was just removed marks a slot without a page.
     Both affect only the eviction order.
     """
 
     def __init__(self, ticks: Mapping[SlotLength, npt.NDArray[np.uint64]]) -> None:
         self._ticks = dict(ticks)
+        self._until_s = dict[SlotLength, npt.NDArray[np.float64]]()  # deadline of each slot; shorter than the ticks
         self._chosen: Iterator[LastUse] = iter(())
         self.restart_clock()
 
@@ -121,8 +129,25 @@ class UseOrder:
         if ticks is not None and slot < len(ticks):
             ticks[slot] = next(self._clock)
 
+    def keep_until(self, length: SlotLength, slot: int, until_s: float) -> None:
+        """Note a use of the page in `slot`, and give it a deadline of `time.monotonic`. An unknown slot is ignored."""
+        deadlines = self._until_s.get(length, np.empty(0))
+        num_slots = len(self._ticks.get(length, ()))
+        if slot >= len(deadlines) and slot < num_slots:
+            deadlines = self._until_s[length] = np.concatenate([deadlines, np.zeros(num_slots - len(deadlines))])
+        if slot < len(deadlines):
+            deadlines[slot] = until_s
+            self.note(length, slot)
+
+    def has_deadline(self, length: SlotLength, slots: range) -> bool:
+        """Whether a page in these slots has a deadline that has not passed."""
+        return self._deadlines(length, np.arange(slots.start, slots.stop)).max(initial=0.0) > time.monotonic()
+
     def set(self, length: SlotLength, slot: int, tick: int) -> None:
-        """Note that `slot` has a new page, last used at `tick`."""
+        """Note that `slot` has a new page, last used at `tick`, without a deadline."""
+        deadlines = self._until_s.get(length)
+        if deadlines is not None and slot < len(deadlines):
+            deadlines[slot] = 0.0
         ticks = self._ticks.get(length, np.empty(0, TICK))
         if slot >= len(ticks):
             num_slots = slot + max(_MIN_SPARE, slot // _SPARE_SHARE)
@@ -134,32 +159,60 @@ class UseOrder:
         return int(self._ticks[length][slots.start : slots.stop].max(initial=0))
 
     def pop_oldest(self) -> LastUse | None:
-        """Remove and return the least recently used slot; None if no slot has a page."""
+        """Remove and return the slot that is evicted next; None if no slot has a page."""
         while True:
             for last in self._chosen:
                 ticks = self._ticks[last.length]
                 if ticks[last.slot] == last.tick:  # neither used nor refilled since it was chosen
                     ticks[last.slot] = 0
                     return last
-            chosen = self.by_use(max(_MIN_CHOSEN, sum(self.num_slots) // _CHOSEN_SHARE))
+            num = max(_MIN_CHOSEN, sum(self.num_slots) // _CHOSEN_SHARE)
+            # A batch with kept pages would evict them before pages that are stored later.
+            chosen = self.by_use(num, with_kept=False) or self.by_use(1)
             if not chosen:
                 return None
             self._chosen = iter(chosen)
 
-    def by_use(self, limit: int | None = None) -> list[LastUse]:
-        """The slots with a page, least recently used first; at most `limit`."""
+    def by_use(self, limit: int | None = None, *, with_kept: bool = True) -> list[LastUse]:
+        """The slots with a page in the order of their eviction; at most `limit`. `with_kept`: also pages whose deadline
+        counts, which are the last."""
         lengths, uses = list(self._ticks), list(self._ticks.values())
         slots = [np.flatnonzero(ticks) for ticks in uses]
         if not slots:
             return []
         ticks = np.concatenate([of_length[used] for of_length, used in zip(uses, slots, strict=True)])
         which, used = np.repeat(np.arange(len(slots)), [len(used) for used in slots]), np.concatenate(slots)
-        chosen = np.arange(len(ticks))
-        if limit is not None and limit < len(ticks):
-            chosen = np.argpartition(ticks, limit)[:limit]
-        chosen = chosen[np.argsort(ticks[chosen])]
+        chosen, order = np.arange(len(ticks)), ticks
+        if self._until_s:
+            is_kept = self._are_kept(lengths, slots, ticks)
+            order = ticks + is_kept * _KEPT
+            chosen = chosen if with_kept else np.flatnonzero(~is_kept)
+        if limit is not None and limit < len(chosen):
+            chosen = chosen[np.argpartition(order[chosen], limit)[:limit]]
+        chosen = chosen[np.argsort(order[chosen])]
         of_chosen = (lengths[n] for n in which[chosen].tolist())
         return list(map(LastUse, ticks[chosen].tolist(), of_chosen, used[chosen].tolist()))
+
+    def _deadlines(self, length: SlotLength, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The deadline of each slot; 0 without one."""
+        deadlines = self._until_s.get(length, np.empty(0))
+        found = np.zeros(len(slots))
+        is_known = slots < len(deadlines)
+        found[is_known] = deadlines[slots[is_known]]
+        return found
+
+    def _are_kept(
+        self, lengths: Sequence[SlotLength], slots: Sequence[npt.NDArray[np.int64]], ticks: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether the deadline of each of these pages counts. `slots`: by length; `ticks`: of all slots."""
+        until_s = [self._deadlines(length, used) for length, used in zip(lengths, slots, strict=True)]
+        is_kept = np.concatenate(until_s) > time.monotonic()
+        kept = np.flatnonzero(is_kept)
+        if len(kept):
+            num_bytes = np.repeat([length.slot_bytes for length in lengths], [len(used) for used in slots])
+            newest_first = kept[np.argsort(ticks[kept])[::-1]]
+            is_kept[newest_first] = np.cumsum(num_bytes[newest_first]) <= _KEPT_SHARE * num_bytes.sum()
+        return is_kept
 
 
 class Index:
@@ -245,6 +298,12 @@ class Index:
         for entry in self.locate(keys):
             if entry is not None:
                 self.uses.note(entry.length, entry.slot)
+
+    def keep_until(self, keys: Iterable[bytes], until_s: float) -> None:
+        """Count pages as used, and give them a deadline (`UseOrder`); absent keys are ignored."""
+        for entry in self.locate(keys):
+            if entry is not None:
+                self.uses.keep_until(entry.length, entry.slot, until_s)
 
     def num_pages(self) -> int:
         with self._lock, self._env.begin() as txn:

@@ -236,7 +236,7 @@ class GroupWriter:
                 reached = "the store %s has reached its budget of %d bytes: the least recently used pages are evicted"
                 log.info(reached, self._files.path, self._budget.num_bytes)
             segment = slots.most_scattered(self._budget.num_bytes // _SCATTERED_SHARE)
-            if segment and index.uses.newest(*segment) > self._call_tick:
+            if segment and (index.uses.newest(*segment) > self._call_tick or index.uses.has_deadline(*segment)):
                 segment = None
             if not (self._evict_segment(segment) if segment else self._evict_oldest(missing_bytes)):
                 slots.trim()  # frees space on file systems without holes, once the end of a file has no page

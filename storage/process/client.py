@@ -167,8 +167,19 @@ class StoreClient:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Report that a request used these pages, in the order of its prompt, from any tier."""
-        if keys and self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES:
+        if keys and self._takes_hints:
             self._send(frames.frame(Kind.USED, frames.keys_of(keys)))
+
+    def keep_until(self, keys: Sequence[bytes], deadline_s: float) -> None:
+        """Ask that these pages, in the order of a prompt, are evicted after others until `deadline_s` of the client's
+        clock. A store on other machines ignores it, and so does one that is not open."""
+        if keys and self._takes_hints:
+            self._send(frames.keep(keys, deadline_s))
+
+    @property
+    def _takes_hints(self) -> bool:
+        """Whether the store is open and the connection has capacity for frames that may get lost."""
+        return self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES
 
     def keep(self, note: bytes) -> None:
         """Store a few bytes for the next client that opens the store. Not durable: a kill of the process loses them."""

@@ -6,6 +6,7 @@
     keys      count u32, count lengths u16, the bytes of all keys;
     pages     memory u32, page_bytes u32, count u32, count offsets u64;
     verdicts  count u32, count bytes 0 or 1;
+    keep      deadline; keys;
     job       ticket, batch, queue class, deadline, a number; pages; keys;
     outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; for a failed write the reason, in UTF-8.
 
@@ -47,7 +48,7 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 5
+VERSION = 6
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
 _MAX_SHORT_BYTES = 1 << 20  # limit for frames without keys
@@ -58,6 +59,7 @@ _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
 _JOB = struct.Struct("<qibdI")  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages
 _CANCEL = struct.Struct("<qi")
+_KEEP = struct.Struct("<d")
 _OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or a stalled job is a write; the number: of pages
 _MEMORY = struct.Struct("<IQ")
 _ERRORS: dict[str, Callable[[str], StoreError]] = {
@@ -82,6 +84,7 @@ class Kind(enum.IntEnum):
     CLOSE = 8
     REMOVE = 9
     NOTE = 10
+    KEEP = 11
     OPENED = 32
     FAILED = 33
     FOUND = 34
@@ -92,7 +95,10 @@ class Kind(enum.IntEnum):
 
 
 # Frames with keys, or with one byte for each key.
-_LONG = {Kind.FIND, Kind.READ, Kind.WRITE, Kind.USED, Kind.REMOVE, Kind.FOUND, Kind.READ_DONE, Kind.WRITTEN}
+_LONG = {
+    *(Kind.FIND, Kind.READ, Kind.WRITE, Kind.USED, Kind.KEEP, Kind.REMOVE),
+    *(Kind.FOUND, Kind.READ_DONE, Kind.WRITTEN),
+}
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,10 @@ def of_job(job: Job, pages: Pages) -> bytes:
     head = _JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number)
     places = _PAGES.pack(pages.memory, pages.page_bytes, len(pages.offsets)) + pages.offsets.tobytes()
     return frame(kind, head, places, keys_of(keys))
+
+
+def keep(keys: Sequence[bytes], deadline_s: float) -> bytes:
+    return frame(Kind.KEEP, _KEEP.pack(deadline_s), keys_of(keys))
 
 
 def cancel(ticket: int, batch: int) -> bytes:
@@ -193,6 +203,13 @@ class Body:
         joined = self.take(sum(lengths))
         ends = itertools.accumulate(lengths)
         return tuple(joined[end - length : end] for end, length in zip(ends, lengths, strict=True))
+
+    def keep(self) -> tuple[tuple[bytes, ...], float]:
+        """Parse KEEP: the keys and their deadline."""
+        (deadline_s,) = self.fields(_KEEP)
+        if math.isnan(deadline_s):
+            raise FrameError("a deadline that is no number")
+        return self.keys(), deadline_s
 
     def job(self, kind: Kind, pages_at: Callable[[Pages], tuple[PageBytes, ...]]) -> Job:
         """Parse a job; `pages_at` returns the pages of a read or a write at their locations."""

@@ -96,8 +96,16 @@ class StoreService:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Count pages as used by a request, in the order of its prompt; any tier may have served them."""
+        self._hint(partial(self.store.touch, keys))
+
+    def keep_until(self, keys: Sequence[bytes], deadline_s: float) -> None:
+        """Evict these pages after others until `deadline_s`, if the store is on a disk."""
+        if isinstance(self.store, LmdbPageStore):
+            self._hint(partial(self.store.keep_until, keys, time.monotonic() + deadline_s - self.clock()))
+
+    def _hint(self, give: Callable[[], None]) -> None:
         try:
-            self.store.touch(keys)
+            give()
         except Exception:  # only the eviction order suffers
             if not self.failed_touches:
                 log.exception(

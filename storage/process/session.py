@@ -212,6 +212,8 @@ class Session(Connection):
         elif kind is Kind.USED:
             service.used(body.keys())
             self._note_status(service)
+        elif kind is Kind.KEEP:
+            service.keep_until(*body.keep())
         elif kind is Kind.NOTE:
             service.note = body.note()
         elif kind is Kind.CANCEL:

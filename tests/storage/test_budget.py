@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,6 +85,27 @@ def test_pages_of_changing_lengths_share_a_budget(steps: list[tuple[int, int, in
         assert all(store.get_into([key_of(n) for n in held], buffers))
         assert all(np.array_equal(buffer, page(n)) for n, buffer in zip(held, buffers, strict=True))
         store.check()
+
+
+@pytest.mark.parametrize("num_kept", [40, 400])
+def test_pages_with_a_deadline_outlast_pages_that_are_stored_later(tmp_path: Path, num_kept: int) -> None:
+    """Up to nine tenths of the stored bytes: if more pages have deadlines, those used last. Other pages are always
+    stored. A deadline that has passed counts no more."""
+    store: LmdbPageStore = open_store(tmp_path, budget_bytes=budget_of(100))
+    for first in range(0, num_kept, 10):
+        put_numbers(store, range(first + 9, first - 1, -1))  # the first of a call is used last
+        store.keep_until([key_of(n) for n in range(first + 9, first - 1, -1)], math.inf)
+    for first in range(500, 800, 10):
+        assert all(put_numbers(store, range(first, first + 10)))
+    found, num_pages = found_numbers(store, range(num_kept)), store.stats().entries
+    assert found == set(range(num_kept - len(found), num_kept))
+    assert len(found) == num_kept or 0.8 * num_pages < len(found) <= 0.9 * num_pages
+    assert (len(found) == num_kept) == (num_kept == 40)
+    store.keep_until([key_of(n) for n in found], 0.0)
+    put_numbers(store, range(1000, 1200))
+    assert not found_numbers(store, range(num_kept))
+    store.check()
+    store.close()
 
 
 @pytest.mark.parametrize("operation", ["evicted to 1 MiB", "evicted to nothing", "opened with a smaller budget"])

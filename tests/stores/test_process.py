@@ -78,6 +78,17 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
         assert again.tier.note == b"a note"
 
 
+def test_a_deadline_reaches_the_store(tmp_path: Path) -> None:
+    """Pages with one outlast pages that are stored later."""
+    with contextlib.closing(Case(f"lmdb://{tmp_path / 's'}?budget=1MiB")) as case:
+        case.stored(*pages(1, 4))
+        case.tier.keep_until(pages(1, 4)[0], math.inf)
+        for seed in range(2, 14):
+            case.stored(*pages(seed, 30))
+        assert case.tier.stats().evicted
+        assert case.found(*pages(1, 4)) == (True,) * 4
+
+
 def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
     """The process writes to the standard error of its engine, from the engine's level on, and as JSON where its engine
     does."""
