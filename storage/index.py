@@ -141,7 +141,8 @@ class UseOrder:
 
     def has_deadline(self, length: SlotLength, slots: range) -> bool:
         """Whether a page in these slots has a deadline that has not passed."""
-        return self._deadlines(length, np.arange(slots.start, slots.stop)).max(initial=0.0) > time.monotonic()
+        deadlines = self._deadlines(length, np.arange(slots.start, slots.stop))
+        return bool(deadlines.max(initial=0.0) > time.monotonic())
 
     def set(self, length: SlotLength, slot: int, tick: int) -> None:
         """Note that `slot` has a new page, last used at `tick`, without a deadline."""

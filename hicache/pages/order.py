@@ -84,6 +84,14 @@ class _Batch(NamedTuple):
 _NO_BATCH = _Batch(NO_ROWS, np.empty(0, np.int8), np.empty(0), np.empty(0, np.int8), np.empty(0))
 
 
+class _Hint(NamedTuple):
+    """The deadline `until_s` of `rows`."""
+
+    rows: Rows
+    until_s: float
+    priority: int
+
+
 class _Ranks(Columns):
     """The rank of each page in an exclusive tier: the key of a page that is first out is another number."""
 
@@ -135,7 +143,7 @@ class EvictionOrder(Columns):
         self._first_out_ticks = 0
         self.num_evictable = self.num_kept = 0
         self._hints = itertools.count(1)
-        self._kept: dict[int, tuple[Rows, float]] = {}  # rows and deadline of each hint, the oldest first
+        self._kept: dict[int, _Hint] = {}  # the oldest first
         self._batch, self._next, self._end_place = _NO_BATCH, 0, (_NO_CLASS, 0.0)
         self._late: list[Rows] = []  # rows that moved to a position before the end of the batch
 
@@ -259,24 +267,27 @@ class EvictionOrder(Columns):
         self._end_hints(rows)
         self._set_class(rows)
 
-    def keep_until(self, rows: Rows, until_s: float, limit: float) -> None:
+    def keep_until(self, rows: Rows, until_s: float, limit: float, priority: int = 0) -> None:
         """Evict these pages of a prompt, which the tier has or gets, after plain ones until `until_s` or their next
-        use. If more than `limit` pages would be kept, the oldest hints end first. A prompt longer than `limit` is not
-        kept."""
+        use. If more than `limit` pages would be kept, the hints of the lowest priority end, the oldest first; no hint
+        above `priority` ends. A prompt longer than `limit` is not kept."""
         if not 0 < len(rows) <= limit:
             return
         self._end_hints(rows)
         while self.num_kept + len(rows) > limit:
-            self._end_hint(next(iter(self._kept)))
+            lowest = min(self._kept, key=lambda hint: self._kept[hint].priority)
+            if self._kept[lowest].priority > priority:
+                return
+            self._end_hint(lowest)
         hint = next(self._hints)
-        self._kept[hint] = rows.copy(), until_s
+        self._kept[hint] = _Hint(rows.copy(), until_s, priority)
         self.keep[rows] = hint
         self.num_kept += len(rows)
         self._set_class(rows)
 
     def expire(self, now_s: float) -> None:
         """End the hints whose deadline has passed."""
-        for hint in [hint for hint, (_, until_s) in self._kept.items() if until_s <= now_s]:
+        for hint in [hint for hint, kept in self._kept.items() if kept.until_s <= now_s]:
             self._end_hint(hint)
 
     def end_keeps(self, rows: Rows) -> None:
@@ -347,7 +358,7 @@ class EvictionOrder(Columns):
             found.append(f"{self.num_evictable} pages were counted as evictable, {evictable} are")
         kept = int(np.count_nonzero(self.keep))
         if self.num_kept != kept or kept != sum(
-            int(np.count_nonzero(self.keep[rows] == hint)) for hint, (rows, _) in self._kept.items()
+            int(np.count_nonzero(self.keep[of_hint.rows] == hint)) for hint, of_hint in self._kept.items()
         ):
             found.append(f"{self.num_kept} pages were counted as kept, {kept} are")
         if (self.locks < 0).any() or (self.expected < 0).any():
@@ -400,12 +411,12 @@ class EvictionOrder(Columns):
             hints = {*self.keep[kept].tolist()}
             self.keep[kept] = 0
             for hint in hints:
-                if not (self.keep[self._kept[hint][0]] == hint).any():
+                if not (self.keep[self._kept[hint].rows] == hint).any():
                     del self._kept[hint]
             self._set_class(kept)
 
     def _end_hint(self, hint: int) -> None:
-        rows, _ = self._kept.pop(hint)
+        rows = self._kept.pop(hint).rows
         rows = rows[self.keep[rows] == hint]
         self.num_kept -= len(rows)
         self.keep[rows] = 0

@@ -231,6 +231,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
             del self._arrived[key]
         # A chunk that was hit below the watermark is in use now. It is offered again when it returns there.
         self._offered -= self._step.hit
+        self._policy.copies.ended -= self._step.hit
         self._policy.flag_on_gpu(on_gpu)
 
     def _store_late(self) -> dict[int, TransferJob]:
@@ -247,6 +248,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
                 chunks[key] = _Chunk(blocks, evicted.num_tokens)
             else:
                 self.num_lost += 1
+        self._policy.copies.ended.difference_update(self._step.evicted)
         self._policy.evicted_from_gpu(held[::-1])
         jobs = self._store(chunks, is_late=True)
         self._current_batch_jobs_to_flush |= jobs.keys()
@@ -347,7 +349,9 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
     def _ends_chunk(self, block_hash: bytes, num_tokens: int | None) -> bool:
         """Whether a chunk ends with the block that has this hash, and should be stored."""
         group = self._groups.get(get_offload_group_idx(block_hash))
-        if group is None or num_tokens is None or block_hash in self._unwanted:
+        if group is None or num_tokens is None:
+            return False
+        if block_hash in self._unwanted or block_hash in self._policy.copies.ended:
             return False
         return num_tokens % self.config.kv_group_configs[group].tokens_per_chunk == 0
 

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
+from hicache.integrations.vllm.hints import Hints
 from hicache.integrations.vllm.promotions import Promotions
 
 
@@ -26,6 +27,7 @@ class GpuCopies:
         self.is_on_gpu: Callable[[OffloadKey], bool] = lambda _: False
         self._flagged = set[OffloadKey]()
         self._evictable = dict[OffloadKey, None]()  # flagged chunks that no transfer uses; the newest flag is last
+        self.ended = set[OffloadKey]()  # chunks on the GPU whose sessions have ended: they are not stored
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._flagged
@@ -47,9 +49,14 @@ class GpuCopies:
         self._flagged.discard(key)
         self._evictable.pop(key, None)
 
+    def end_session(self, keys: Collection[OffloadKey]) -> None:
+        """Do not store these chunks of the GPU unless a request hits them."""
+        self.ended.update(key for key in keys if self.is_on_gpu(key))
+
     def clear(self) -> None:
         self._flagged.clear()
         self._evictable.clear()
+        self.ended.clear()
 
     def choose(self, num: int, protected: Container[OffloadKey]) -> list[OffloadKey]:
         """At most `num` evictable chunks that the GPU also has, except `protected` ones. The chunk with the newest flag
@@ -85,6 +92,12 @@ class EvictsGpuCopies(Protocol):
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
         """Keep these chunks, which are in the CPU tier, until the request that waits for them is scheduled."""
+        ...
+
+    def apply_hints(self, hints: Hints, chunks: Sequence[OffloadKey], num_shared: int) -> None:
+        """Apply the hints of a request that has finished. `chunks`: of the request, in the order of its prompt, of
+        which other prompts continue the first `num_shared`. Chunks that neither the CPU tier nor the GPU has are
+        ignored."""
         ...
 
     def flag_on_gpu(self, keys: Collection[OffloadKey]) -> None:

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
@@ -32,6 +33,7 @@ from hicache.host.arena import CudaRegistry
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.head_layouts import head_layouts
 from hicache.integrations.vllm.identity import refuse_pipelines
+from hicache.integrations.vllm.manager import HiCacheManager
 from hicache.integrations.vllm.offloading_settings import (
     OF_VLLM,
     POLICIES,
@@ -141,6 +143,8 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         with without_allocation():
             manager = super().get_manager()
         if is_first:
+            assert isinstance(manager, TieringOffloadingManager)
+            manager = HiCacheManager.of(manager)
             correct_scheduler()
             assert self._scheduler_mmap is not None
             self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # users 0, 1, … are the ranks

@@ -8,7 +8,9 @@ used, because a suffix cannot be used without its prefix.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+import logging
+import time
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,9 +20,12 @@ from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
 from hicache.integrations.vllm.gpu_copies import GpuCopies
+from hicache.integrations.vllm.hints import Hints
 from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
-from hicache.pages.order import EvictionOrder, rank_policy
+from hicache.pages.order import KEPT_SHARE, EvictionOrder, rank_policy
 from hicache.pages.table import NO_ROWS, PageTable, Rows
+
+log = logging.getLogger(__name__)
 
 _MIN_CHUNK_TOKENS = 16  # minimum distance of two chunks of a request
 _MIN_TICKS = 1 << 12  # minimum ticks of a request, usually more than it has chunks
@@ -29,13 +34,16 @@ _MIN_TICKS = 1 << 12  # minimum ticks of a request, usually more than it has chu
 @dataclass(slots=True, eq=False)
 class _Chunk:
     """A chunk in the CPU tier. Times are the tick of a request minus the chunk's position in the prompt.
-    `is_evictable`: no request uses the chunk or waits for it."""
+    `is_evictable`: no request uses the chunk or waits for it. `has_ended`: its session has ended, and no request has
+    used it since. `used_s`: seconds of `time.monotonic`, of the last use."""
 
     status: ChunkStatus
     created: int
     last_use: int
+    used_s: float
     num_hits: int = 1
     is_evictable: bool = False
+    has_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -48,12 +56,38 @@ class _RequestTick:
     num_ticks: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Union:
+    """The union of two sets of chunks. vLLM's policies only check whether a chunk is in it."""
+
+    protected: Container[OffloadKey]
+    others: Container[OffloadKey]
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self.protected or key in self.others
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The chunks with a deadline."""
+
+    table: PageTable
+    order: EvictionOrder
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        row = self.table.row(key)
+        return row >= 0 and bool(self.order.keep[row])
+
+
 class HiCachePolicy(CachePolicy):
     """An eviction policy of hicache for vLLM's CPU tier. Owned by vLLM's manager, which calls it under its lock.
 
     Chunks are rows of an eviction order. vLLM reports one chunk at a time; the order gets all changes together, before
     it chooses victims. A use is counted once a request, as vLLM reports it. Chunks that a waiting request read from
     the disk are not evicted: see `promotions`. Chunks that the GPU also has are evicted first: see `gpu_copies`.
+
+    Hints of a request (`hints`) are classes of the order. A chunk with a deadline that only the GPU has gets a row of
+    the order in advance, so that the deadline counts once the chunk is stored.
     """
 
     strategy: ClassVar[str]
@@ -66,6 +100,7 @@ class HiCachePolicy(CachePolicy):
         self._new_order()
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
+        self.clock = time.monotonic
         self._tick = 0
         # Times of the chunks that are about to be stored: `insert` of vLLM 0.32 does not name the request.
         self._announced: dict[OffloadKey, int] = {}
@@ -76,8 +111,8 @@ class HiCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
         announced = self._announced.pop(key, None)
-        time = self._times_of([key], req_context)[0] if announced is None else announced
-        self._chunks[key] = _Chunk(chunk, time, time)
+        tick = self._times_of([key], req_context)[0] if announced is None else announced
+        self._chunks[key] = _Chunk(chunk, tick, tick, self.clock())
         self._changed[key] = None
         if chunk.ref_cnt == 0:
             self.mark_evictable(key)
@@ -98,10 +133,11 @@ class HiCachePolicy(CachePolicy):
 
     def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Count a use by a running request: its chunks are as recent as the request; suffixes are evicted first."""
-        accessed = list(keys)
-        for key, time in zip(accessed, self._times_of(accessed, req_context), strict=True):
+        accessed, now_s = list(keys), self.clock()
+        for key, tick in zip(accessed, self._times_of(accessed, req_context), strict=True):
             if (chunk := self._chunks.get(key)) is not None:
-                chunk.last_use = max(chunk.last_use, time)
+                chunk.last_use = max(chunk.last_use, tick)
+                chunk.used_s, chunk.has_ended = now_s, False
                 self._changed[key] = None
 
     def on_request_finished(
@@ -115,7 +151,7 @@ class HiCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._release()
-        copies = self.copies.choose(n, protected)
+        copies = self.copies.choose(n, _Union(protected, self._kept_copies()))
         evicted = self._evict_in_order(n - len(copies), {*protected, *copies})
         if evicted is None:
             return None
@@ -128,6 +164,7 @@ class HiCachePolicy(CachePolicy):
         if not n:
             return []
         self._update_order()
+        self._expire()
         taken, kept = NO_ROWS, NO_ROWS
         while len(taken) < n and len(rows := self._order.take(n - len(taken))):
             is_kept = np.array([key in protected for key in self._table.keys_of(rows)], np.bool_)
@@ -186,6 +223,29 @@ class HiCachePolicy(CachePolicy):
             self.copies.clear_flag(key)
         self._use(keys, counted=set())
 
+    def apply_hints(self, hints: Hints, chunks: Sequence[OffloadKey], num_shared: int) -> None:
+        """See `EvictsGpuCopies`."""
+        if hints.session_end:
+            for key in chunks[num_shared:]:
+                if (chunk := self._chunks.get(key)) is not None:
+                    chunk.has_ended = True
+                    self._changed[key] = None
+            self.copies.end_session(chunks[num_shared:])
+        elif hints.keep_s:
+            self._update_order()
+            kept = [key for key in chunks if key in self._chunks or self.copies.is_on_gpu(key)]
+            missing = [key for key in kept if key not in self._table]
+            self._add_rows(missing)
+            self._expected.update(dict.fromkeys(missing))
+            limit = KEPT_SHARE * self.cache_capacity
+            until_s = self.clock() + hints.keep_s
+            self._order.keep_until(self._table.find(kept), until_s, limit, hints.priority)
+            self._forget_ended()
+
+    def _kept_copies(self) -> Container[OffloadKey]:
+        """The chunks with a deadline, which are no copies for eviction: their deadlines would end."""
+        return _Kept(self._table, self._order) if self._order.num_kept else ()
+
     def _release(self) -> None:
         """Make chunks evictable for which no request waits any longer."""
         for key in self._awaited.take_released():
@@ -203,9 +263,11 @@ class HiCachePolicy(CachePolicy):
         """Count a use of chunks, which are in the order of the prompt. `counted`: chunks whose hits count; None:
         all."""
         self._tick += max(1, len(keys))
+        now_s = self.clock()
         for i, key in enumerate(keys):
             if (chunk := self._chunks.get(key)) is not None:
                 chunk.last_use = self._tick - i
+                chunk.used_s, chunk.has_ended = now_s, False
                 chunk.num_hits += counted is None or key in counted
                 self._changed[key] = None
 
@@ -229,32 +291,59 @@ class HiCachePolicy(CachePolicy):
     def _new_order(self) -> None:
         self._table = PageTable()
         self._order = EvictionOrder(self._table, rank_policy(self.strategy), is_linked=False)
+        self._expected = dict[OffloadKey, None]()  # chunks with a deadline and a row, which the CPU tier lacks
 
     def _update_order(self) -> None:
         """Apply all changes since the last call to the order."""
         changed, self._changed = self._changed, {}
-        evicted = self._table.known([key for key in changed if key not in self._chunks])
+        table, order = self._table, self._order
+        evicted = table.known([key for key in changed if key not in self._chunks])
+        evicted = evicted[order.is_held[evicted]]
         if len(evicted):
             self._remove_rows(evicted)
         chunks = {key: self._chunks[key] for key in changed if key in self._chunks}
         if not chunks:
             return
-        table, order = self._table, self._order
-        new = [key for key in chunks if key not in table]
-        if new:
-            rows = table.add_unnamed(len(new), 0)
-            table.set_keys(rows, new)
-            table.hold(rows)
-            order.lock(rows)
-            order.enter(rows)
+        self._add_rows([key for key in chunks if key not in table])
         rows = table.find([*chunks])
+        order.enter(rows[~order.is_held[rows]])
+        for key in chunks:
+            self._expected.pop(key, None)
         order.at.created[rows] = [chunk.created for chunk in chunks.values()]
         order.at.last_use[rows] = [chunk.last_use for chunk in chunks.values()]
         table.hits[rows] = [chunk.num_hits for chunk in chunks.values()]
         is_evictable = np.array([chunk.is_evictable for chunk in chunks.values()])
+        has_ended = np.array([chunk.has_ended for chunk in chunks.values()])
         order.rank_again(rows)
+        order.end_session(rows[has_ended & ~order.has_ended[rows]])
+        order.go_on(rows[~has_ended])
         order.unlock(rows[is_evictable & (order.locks[rows] > 0)])
         order.lock(rows[~is_evictable & (order.locks[rows] == 0)])
+
+    def _add_rows(self, chunks: Sequence[OffloadKey]) -> None:
+        """Give chunks rows, which are locked."""
+        if chunks:
+            rows = self._table.add_unnamed(len(chunks), 0)
+            self._table.set_keys(rows, chunks)
+            self._table.hold(rows)
+            self._order.lock(rows)
+
+    def _expire(self) -> None:
+        """End the deadlines that have passed."""
+        num_kept = self._order.num_kept
+        if num_kept:
+            self._order.expire(self.clock())
+            if self._order.num_kept < num_kept:
+                self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Remove the rows of chunks that the CPU tier lacks and whose deadlines have ended."""
+        rows = self._table.find([*self._expected])
+        ended = rows[self._order.keep[rows] == 0]
+        for key in self._table.keys_of(ended):
+            del self._expected[key]
+        self._order.unlock(ended)
+        self._table.drop(ended)
 
     def _remove_rows(self, rows: Rows) -> None:
         """Remove rows whose chunks were evicted."""
@@ -287,17 +376,6 @@ class FIFOPolicy(HiCachePolicy):
     strategy = "fifo"
 
 
-@dataclass(frozen=True, slots=True)
-class _Union:
-    """The union of two sets of chunks. vLLM's policies only check whether a chunk is in it."""
-
-    protected: set[OffloadKey]
-    awaited: AwaitedChunks
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self.protected or key in self.awaited
-
-
 class ARCPolicy(ARCCachePolicy):
     """vLLM's `arc`, which keeps what a request waits for (`promotions`), and evicts first what the GPU also has
     (`gpu_copies`)."""
@@ -306,6 +384,7 @@ class ARCPolicy(ARCCachePolicy):
         super().__init__(cache_capacity)
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
+        self._has_warned = False
 
     def remove(self, key: OffloadKey) -> None:
         super().remove(key)
@@ -356,6 +435,12 @@ class ARCPolicy(ARCCachePolicy):
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
         """See `EvictsGpuCopies`."""
         self._awaited.add(chunks, promotions)
+
+    def apply_hints(self, hints: Hints, chunks: Sequence[OffloadKey], num_shared: int) -> None:
+        """Ignore the hints, and warn once: vLLM's `arc` has no order in which they could count."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("hints of requests are ignored in the CPU tier: set eviction_policy to lru, slru, lfu or fifo")
 
     def flag_on_gpu(self, keys: Collection[OffloadKey]) -> None:
         """See `EvictsGpuCopies`."""

@@ -43,6 +43,7 @@ from hicache.integrations.vllm.admission import Admission, CpuRows
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks
+from hicache.integrations.vllm.hints import chunks_in_order, hints_of
 from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
@@ -91,9 +92,20 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
+    """A store of chunks for a request."""
+
+    context: ReqContext
     chunks: tuple[OffloadKey, ...]
     num_bytes: int
     begin_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    """The state, in its `ReqContext`, of a finished request with a hint. `until_s`: of its chunks, on the disk's
+    clock."""
+
+    until_s: float
 
 
 class HiCacheTier(SecondaryTierManager):
@@ -167,6 +179,7 @@ class HiCacheTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.get_state(EvictedChunks) is None:
+            hints_of(req_context)  # warns of wrong hints when the request arrives
             self.gate.add_request(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -186,20 +199,22 @@ class HiCacheTier(SecondaryTierManager):
         return LookupResult.HIT if self._admission.promotions(req_context).offer(key) else LookupResult.MISS
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        self._disk.used(self._server.keys(tuple(keys)))
+        if not hints_of(req_context).session_end:
+            self._disk.used(self._server.keys(tuple(keys)))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Submit a store. It fails at once if it would pin too many rows or if the store refuses it. Chunks that do not
-        fit their packed row stay in CPU memory; the job stores the others."""
+        fit their packed row stay in CPU memory; the job stores the others. Nothing is written for the last request of a
+        session."""
         chunks, pages = tuple(job_metadata.keys), self._pages(job_metadata)
         span = self._admission.span(chunks, job_metadata.req_context)
         if span is not None:
             self.gate.stored(job_metadata.req_context.req_id, *span)
         chunks, pages = self._packed_chunks(chunks, pages)
-        if not chunks:
+        if not chunks or hints_of(job_metadata.req_context).session_end:
             self._results.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
-        store = Store(chunks, len(pages) * self.block_size_bytes)
+        store = Store(job_metadata.req_context, chunks, len(pages) * self.block_size_bytes)
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
         job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
         if fits and self._are_sha256(chunks) and self._disk.writes.submit(job):
@@ -241,6 +256,11 @@ class HiCacheTier(SecondaryTierManager):
         return [] if self._events is None else self._events.take()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        hints = hints_of(req_context)
+        if hints.keep_s:
+            deadline = _Deadline(self._disk.clock() + hints.keep_s)
+            req_context.set_state(deadline)  # for stores in flight
+            self._disk.keep_until(self._server.keys(chunks_in_order(req_context)), deadline.until_s)
         self._lookups.forget(req_context.req_id)
         self.gate.forget(req_context.req_id)
         self._admission.waits_no_longer(req_context.req_id)
@@ -376,6 +396,9 @@ class HiCacheTier(SecondaryTierManager):
         self._waiting_bytes -= store.num_bytes
         written = [chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok]
         self._lookups.mark(written, held=True)
+        deadline = store.context.get_state(_Deadline)
+        if deadline is not None:
+            self._disk.keep_until(self._server.keys(written), deadline.until_s)
         if self._events is not None:
             self._events.removed(done.removed)
             self._events.stored(self._server.keys(written), written)
