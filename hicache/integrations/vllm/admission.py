@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
@@ -16,6 +17,11 @@ from hicache.integrations.vllm.gate import UNKNOWN_ROWS, Candidate, LoadGate, Qu
 from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
+
+
+def chunk_tokens(config: OffloadingConfig) -> dict[int, int]:
+    """Tokens of a chunk, by group of layers."""
+    return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 class CpuRows:

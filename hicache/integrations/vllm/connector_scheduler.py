@@ -31,7 +31,7 @@ Private names of vLLM, checked with 0.32.0 and 0.33.0, and again at each start (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,6 +57,8 @@ from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks, EvictionWatch, StepBlocks
 from hicache.integrations.vllm.offloading_spec import ConnectorSpec
 from hicache.integrations.vllm.release import vllm_release
+from hicache.pages.misses import MissReason
+from hicache.pages.table import names_of
 
 _STEPS_AHEAD = 2  # steps whose blocks are stored ahead: one is scheduled while the stores of the one before run
 _SHARE = 8  # the watermark is at most this part of the GPU's blocks, and of the CPU tier's
@@ -247,7 +249,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
             elif (blocks := self._blocks_of(key, evicted.block_id, is_late=True)) is not None:
                 chunks[key] = _Chunk(blocks, evicted.num_tokens)
             else:
-                self.num_lost += 1
+                self._note_lost([key])
         self._policy.copies.ended.difference_update(self._step.evicted)
         self._policy.evicted_from_gpu(held[::-1])
         jobs = self._store(chunks, is_late=True)
@@ -281,7 +283,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         num_rows = self._policy.num_obtainable(()) if keys else 0
         if is_late:  # the chunks that were used last are worth most
             num_refused = max(0, len(keys) - num_rows)
-            self.num_lost += num_refused
+            self._note_lost(keys[:num_refused])
             keys = keys[num_refused:]
         else:
             keys = keys[:num_rows]
@@ -298,7 +300,8 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         self.manager.on_request_finished(context)
         if output is None:
             self._connector_stats.increase_counter(_ConnectorMetricName.ALLOCATION_FAILURE)
-            self.num_lost += len(keys) if is_late else 0
+            if is_late:
+                self._note_lost(keys)
             return {}
         if is_late:
             self.num_late += len(keys)
@@ -306,6 +309,11 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
             self.num_ahead += len(keys)
             self._offered.update(keys)
         return self._job_of(context, {key: chunks[key] for key in output.keys_to_store}, output.store_spec)
+
+    def _note_lost(self, keys: Sequence[OffloadKey]) -> None:
+        """Note chunks that the GPU evicts without a store."""
+        self.num_lost += len(keys)
+        self._policy.fates.note(names_of(keys), MissReason.NO_ROWS)
 
     def _job_of(self, context: ReqContext, chunks: dict[OffloadKey, _Chunk], rows: Any) -> dict[int, TransferJob]:
         """Register the job of a store. Blocks of the chunks that a later step takes are not written before the copy has

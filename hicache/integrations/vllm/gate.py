@@ -103,7 +103,8 @@ class Candidate:
 
     `loads`: whether to load the chunks that the disk holds, up to token `until`; None until decided. `step`: the last
     step in which a decision was tried. `waits_until_s`: end of the wait for rows of the CPU tier, if there is one.
-    `num_delayed`: other requests that computing would have delayed at the decision.
+    `num_delayed`: other requests that computing would have delayed at the decision. `lacks_rows`: chunks are not loaded
+    because the CPU tier has too few free rows.
     """
 
     looked_up_s: float
@@ -114,6 +115,7 @@ class Candidate:
     until: float = math.inf
     waits_until_s: float = -math.inf
     num_delayed: int = 0
+    lacks_rows: bool = False
 
 
 class Queue(NamedTuple):
@@ -260,6 +262,7 @@ class LoadGate(ServerLoadPolicy):
                 self.has_waiting = True
                 self._at_disk.add(request)
                 return
+            candidate.lacks_rows = True
             if not rows.num:
                 self._at_disk.discard(request)
                 self.declined.value += 1

@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
 from hicache.integrations.vllm.hints import Hints
 from hicache.integrations.vllm.promotions import Promotions
+from hicache.pages.misses import Fates
 
 
 class GpuCopies:
@@ -77,10 +78,13 @@ class GpuCopies:
 
 @runtime_checkable
 class EvictsGpuCopies(Protocol):
-    """A policy of hicache's, as the tier and the connector use it. `cache_capacity`: rows in all."""
+    """A policy of hicache's, as the tier and the connector use it. `cache_capacity`: rows in all. `fates`: of chunks
+    that the CPU tier lacks. `evicted_ages_s`: seconds since the last use of evicted chunks; the manager takes them."""
 
     cache_capacity: int
     copies: GpuCopies
+    fates: Fates
+    evicted_ages_s: list[float]
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         """The chunk, if the CPU tier has it or is storing it."""

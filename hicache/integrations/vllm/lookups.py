@@ -87,6 +87,11 @@ class Lookups:
         found = dropwhile(lambda chunk: not looked_up[chunk].held, looked_up)
         return list(takewhile(lambda chunk: looked_up[chunk].held, found))
 
+    def may_be_held(self, chunk: bytes) -> bool:
+        """Whether the store holds a chunk that an unfinished request has looked up, or has not answered yet."""
+        verdict = self._verdicts.get(chunk)
+        return verdict is not None and verdict.held is not False
+
     def flush(self) -> None:
         """Submit the look-ups since the last call to the store."""
         batch, self._batch = [chunk for chunk in dict.fromkeys(self._batch) if chunk in self._verdicts], []

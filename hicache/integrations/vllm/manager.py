@@ -1,53 +1,200 @@
-"""vLLM's manager of the CPU tier and the tiers below, with the hints of requests.
+"""vLLM's manager of the CPU tier and the tiers below: applies hints of requests, and counts why prompts are computed.
 
 vLLM's spec creates the manager, and names its class. So an existing manager becomes one of this class.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
 
-from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks
 from hicache.integrations.vllm.hints import Continuations, by_group, chunks_in_order, hints_of
+from hicache.pages.misses import AGE_BOUNDS, MISS_HELP, USABLE, Fates, MissReason, count
+from hicache.pages.table import names_of
 
 _REMEMBERED_CHUNKS = 1 << 16  # at least, for the chunks that follow them
+MISSED_TOKENS: Final = "vllm:hicache_missed_tokens"
+EVICTED_AGE: Final = "vllm:hicache_evicted_age_seconds"
+
+
+def miss_metrics() -> dict[str, OffloadingMetricMetadata]:
+    """The metrics of the manager by name, in the form in which vLLM declares them."""
+    texts = "; ".join(f"{reason.label}: {text}" for reason, text in MISS_HELP.items())
+    age = "seconds since the last use of a chunk that was evicted"
+    return {
+        MISSED_TOKENS: OffloadingCounterMetadata(f"tokens of prompts, in complete chunks, {texts}", ("reason",)),
+        EVICTED_AGE: OffloadingHistogramMetadata(age, ("tier",), AGE_BOUNDS),
+    }
+
+
+@runtime_checkable
+class ExplainsMisses(Protocol):
+    """hicache's tier, as the manager uses it. `fates`: of chunks whose stores or loads failed."""
+
+    fates: Fates
+
+    def miss_reason(self, chunk: OffloadKey, req_context: ReqContext) -> MissReason | None:
+        """Why a chunk that the tier may hold was not loaded for a request that is scheduled; None if the tier does not
+        hold it."""
+        ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The state of a request, in its `ReqContext`. `first`: the chunk that was looked up first in the last step with
+    look-ups; the GPU has the chunks before it. `loaded_end`: end of the chunks that are loaded, in tokens."""
+
+    first: OffloadKey | None = None
+    loaded_end: int = 0
 
 
 class HiCacheManager(TieringOffloadingManager):
-    """Called by vLLM's scheduler. Requests that exist only for a store of evicted chunks have no hints."""
-
-    @classmethod
-    def of(cls, manager: TieringOffloadingManager) -> HiCacheManager:
-        """Make `manager` one of this class."""
-        manager.__class__ = cls
-        assert isinstance(manager, cls)
-        manager._continuations = Continuations(max(_REMEMBERED_CHUNKS, 4 * manager.primary_tier._num_chunks))
-        return manager
+    """Called by vLLM's scheduler. Requests that exist only for a store of evicted chunks have no hints, and are not
+    counted."""
 
     _continuations: Continuations
+    _chunk_tokens: Mapping[int, int]
+    _waiting: dict[str, ReqContext]  # requests that were not scheduled yet
+    _asking: ReqContext | None  # the request that was looked up last in this step
+    _missed: Counter[MissReason]  # tokens since the last `get_stats`
+    _policy: EvictsGpuCopies
+
+    @classmethod
+    def of(cls, manager: TieringOffloadingManager, chunk_tokens: Mapping[int, int]) -> HiCacheManager:
+        """Make `manager` one of this class. `chunk_tokens`: tokens of a chunk, by group of layers."""
+        manager.__class__ = cls
+        assert isinstance(manager, cls)
+        policy = manager.primary_tier._policy
+        assert isinstance(policy, EvictsGpuCopies)
+        manager._policy = policy
+        manager._continuations = Continuations(max(_REMEMBERED_CHUNKS, 4 * policy.cache_capacity))
+        manager._chunk_tokens = chunk_tokens
+        manager._waiting = {}
+        manager._asking = None
+        manager._missed = Counter()
+        return manager
 
     def on_new_request(self, req_context: ReqContext, **others: Any) -> RequestOffloadingContext:
-        hints_of(req_context)  # warns of wrong hints when the request arrives
+        if req_context.get_state(EvictedChunks) is None:
+            hints_of(req_context)  # warns of wrong hints when the request arrives
+            self._waiting[req_context.req_id] = req_context
         context: RequestOffloadingContext = super().on_new_request(req_context, **others)
         return context
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext, **others: Any) -> LookupResult:
+        if self._asking is not req_context:
+            self._asking = req_context
+            _asked(req_context).first = key
+        result: LookupResult = super().lookup(key, req_context, **others)
+        return result
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        position = req_context.get_offload_key_position
+        _asked(req_context).loaded_end = max((position(key) or 0 for key in keys), default=0)
+        return super().prepare_load(keys, req_context)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        offered = list(keys)
+        output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
+        if output is None:
+            lacking = [key for key in offered if self._policy.get(key) is None]
+            self._policy.fates.note(names_of(lacking), MissReason.NO_ROWS)
+        return output
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        super().complete_store(keys, req_context, success)
+        if not success:
+            self._policy.fates.note(names_of(list(keys)), MissReason.FAILED)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        super().on_schedule_end(context)
+        self._asking = None
+        for request in context.new_req_ids:
+            if (req_context := self._waiting.pop(request, None)) is not None:
+                self._count_missed(req_context)
 
     def on_request_finished(self, req_context: ReqContext, **others: Any) -> None:
         super().on_request_finished(req_context, **others)
         if req_context.get_state(EvictedChunks) is not None:
             return
+        self._waiting.pop(req_context.req_id, None)
         chunks = chunks_in_order(req_context)
         groups = by_group(chunks)
         for of_group in groups.values():
             self._continuations.note(of_group)
-        hints, policy = hints_of(req_context), self.primary_tier._policy
-        if (hints.keep_s or hints.session_end) and isinstance(policy, EvictsGpuCopies):
+        hints = hints_of(req_context)
+        if hints.keep_s or hints.session_end:
             position = req_context._offload_key_positions
             shared_tokens = 0
             for of_group in groups.values():
                 num_shared = self._continuations.num_shared(of_group)
                 shared_tokens = max(shared_tokens, position[of_group[num_shared - 1]] if num_shared else 0)
-            policy.apply_hints(hints, chunks, sum(position[chunk] <= shared_tokens for chunk in chunks))
+            self._policy.apply_hints(hints, chunks, sum(position[chunk] <= shared_tokens for chunk in chunks))
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats: OffloadingConnectorStats | None = super().get_stats()
+        missed, self._missed = self._missed, Counter()
+        ages_s, self._policy.evicted_ages_s = self._policy.evicted_ages_s, []
+        if not missed and not ages_s:
+            return stats
+        stats = OffloadingConnectorStats() if stats is None else stats
+        for reason, num_tokens in missed.items():
+            stats.increase_counter(MISSED_TOKENS, num_tokens, (reason.label,))
+        for age_s in ages_s:
+            stats.observe_histogram(EVICTED_AGE, age_s, ("cpu",))
+        return stats
+
+    def _count_missed(self, req_context: ReqContext) -> None:
+        """Count the complete chunks of a prompt that is computed from now on, by reason. They are those behind the
+        GPU's and the loaded ones, of the group of layers that vLLM looks up first."""
+        asked = _asked(req_context)
+        if asked.first is None:
+            return  # the GPU has all chunks but the last
+        group, position = get_offload_group_idx(asked.first), req_context._offload_key_positions
+        chunk_tokens = self._chunk_tokens[group]
+        start = max(position[asked.first] - chunk_tokens, asked.loaded_end)
+        chunks = [key for key in by_group(chunks_in_order(req_context)).get(group, ()) if position[key] > start]
+        if not chunks:
+            return
+        names, tiers = names_of(chunks), [tier for tier in self.secondary_tiers if isinstance(tier, ExplainsMisses)]
+        reasons = self._policy.fates.reasons(names)
+        for tier in tiers:
+            of_tier = tier.fates.reasons(names)
+            reasons = np.where(of_tier == MissReason.NEVER_STORED, reasons, of_tier)
+        for i, key in enumerate(chunks):
+            chunk = self._policy.get(key)
+            if chunk is not None and chunk.is_ready:
+                reasons[i] = USABLE
+            for tier in tiers:
+                reason = tier.miss_reason(key, req_context)
+                reasons[i] = reasons[i] if reason is None else reason
+        self._missed.update({reason: num * chunk_tokens for reason, num in count(reasons).items()})
+
+
+def _asked(req_context: ReqContext) -> _Asked:
+    asked = req_context.get_state(_Asked)
+    if asked is None:
+        asked = _Asked()
+        req_context.set_state(asked)
+    return asked

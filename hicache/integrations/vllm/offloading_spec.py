@@ -30,10 +30,11 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
 from hicache.host.arena import CudaRegistry
+from hicache.integrations.vllm.admission import chunk_tokens
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.head_layouts import head_layouts
 from hicache.integrations.vllm.identity import refuse_pipelines
-from hicache.integrations.vllm.manager import HiCacheManager
+from hicache.integrations.vllm.manager import HiCacheManager, miss_metrics
 from hicache.integrations.vllm.offloading_settings import (
     OF_VLLM,
     POLICIES,
@@ -103,7 +104,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(_for_tiering(extra_config))
-        return definitions
+        return definitions | miss_metrics()
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             manager = super().get_manager()
         if is_first:
             assert isinstance(manager, TieringOffloadingManager)
-            manager = HiCacheManager.of(manager)
+            manager = HiCacheManager.of(manager, chunk_tokens(self.config))
             correct_scheduler()
             assert self._scheduler_mmap is not None
             self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # users 0, 1, … are the ranks

@@ -22,8 +22,9 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 from hicache.integrations.vllm.gpu_copies import GpuCopies
 from hicache.integrations.vllm.hints import Hints
 from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
+from hicache.pages.misses import Fates, MissReason
 from hicache.pages.order import KEPT_SHARE, EvictionOrder, rank_policy
-from hicache.pages.table import NO_ROWS, PageTable, Rows
+from hicache.pages.table import NO_ROWS, PageTable, Rows, names_of
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class HiCachePolicy(CachePolicy):
         self._new_order()
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
+        self.fates = Fates()
+        self.evicted_ages_s = list[float]()
         self.clock = time.monotonic
         self._tick = 0
         # Times of the chunks that are about to be stored: `insert` of vLLM 0.32 does not name the request.
@@ -175,12 +178,15 @@ class HiCachePolicy(CachePolicy):
         self._order.unlock(kept)
         if len(taken) < n:
             return None
-        evicted = [(key, self._chunks.pop(key).status) for key in self._table.keys_of(taken)]
-        for key, _ in evicted:
+        keys, now_s = self._table.keys_of(taken), self.clock()
+        chunks = [self._chunks.pop(key) for key in keys]
+        for key, chunk in zip(keys, chunks, strict=True):
             self.copies.clear_flag(key)
+            self.evicted_ages_s.append(now_s - chunk.used_s)
+        self.fates.note(names_of(keys), MissReason.EVICTED)
         self._num_evictable -= n
         self._remove_rows(taken)
-        return evicted
+        return [(key, chunk.status) for key, chunk in zip(keys, chunks, strict=True)]
 
     def clear(self) -> None:
         self._chunks.clear()
@@ -384,6 +390,8 @@ class ARCPolicy(ARCCachePolicy):
         super().__init__(cache_capacity)
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
+        self.fates = Fates()
+        self.evicted_ages_s = list[float]()  # vLLM's `arc` knows no times
         self._has_warned = False
 
     def remove(self, key: OffloadKey) -> None:
@@ -406,6 +414,7 @@ class ARCPolicy(ARCCachePolicy):
             return None
         for key, _ in evicted:
             self.copies.clear_flag(key)
+        self.fates.note(names_of([key for key, _ in evicted]), MissReason.EVICTED)
         for key in copies:
             chunk = self.get(key)
             assert chunk is not None

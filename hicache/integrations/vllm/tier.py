@@ -39,7 +39,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import PrefillNote
 from hicache.integrations.server_store import ServerStore, server_store_config
-from hicache.integrations.vllm.admission import Admission, CpuRows
+from hicache.integrations.vllm.admission import Admission, CpuRows, chunk_tokens
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks
@@ -53,6 +53,8 @@ from hicache.integrations.vllm.shared_memory import descriptor_of, name_of
 from hicache.integrations.vllm.tier_events import TierEvents
 from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
 from hicache.metrics import Metrics
+from hicache.pages.misses import Fates, MissReason
+from hicache.pages.table import names_of
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.health import LIMITS
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
@@ -166,9 +168,10 @@ class HiCacheTier(SecondaryTierManager):
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
         self._note = PrefillNote(cost.prefill, self._disk)
-        tokens, cpu_rows = _chunk_tokens(offloading_spec), CpuRows(offloading_spec)
+        tokens, cpu_rows = chunk_tokens(offloading_spec.config), CpuRows(offloading_spec)
         self._admission = Admission(self.gate, self._lookups, cpu_rows, self._queue, tokens, row_bytes)
         self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
+        self.fates = Fates()  # of chunks whose stores or loads failed
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._results: list[JobResult] = []
@@ -198,6 +201,13 @@ class HiCacheTier(SecondaryTierManager):
             return LookupResult.RETRY
         return LookupResult.HIT if self._admission.promotions(req_context).offer(key) else LookupResult.MISS
 
+    def miss_reason(self, chunk: OffloadKey, req_context: ReqContext) -> MissReason | None:
+        """See `ExplainsMisses`."""
+        candidate = self.gate.candidate(req_context.req_id)
+        if candidate is None or candidate.loads is None or not self._lookups.may_be_held(chunk):
+            return None
+        return MissReason.NO_ROWS if candidate.lacks_rows else MissReason.GATE
+
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         if not hints_of(req_context).session_end:
             self._disk.used(self._server.keys(tuple(keys)))
@@ -222,6 +232,7 @@ class HiCacheTier(SecondaryTierManager):
             self._waiting_bytes += store.num_bytes
             return
         self.dropped_jobs.value += 1
+        self.fates.note(names_of(chunks), MissReason.FAILED)
         if not fits:
             log.debug("store job %d dropped: %d bytes wait for the disk", job_metadata.job_id, self._waiting_bytes)
         self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
@@ -380,7 +391,9 @@ class HiCacheTier(SecondaryTierManager):
         if all(other.request != load.request for other in self._loads.values()):
             self.gate.loaded(load.request)
         read = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if ok]
-        self._lookups.mark((chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if not ok), held=False)
+        failed = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if not ok]
+        self._lookups.mark(failed, held=False)
+        self.fates.note(names_of(failed), MissReason.FAILED)
         self._results.append(
             JobResult(
                 job_id,
@@ -396,6 +409,8 @@ class HiCacheTier(SecondaryTierManager):
         self._waiting_bytes -= store.num_bytes
         written = [chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok]
         self._lookups.mark(written, held=True)
+        self.fates.note(names_of(written), MissReason.NEVER_STORED)
+        self.fates.note(names_of([*{*store.chunks} - {*written}]), MissReason.FAILED)
         deadline = store.context.get_state(_Deadline)
         if deadline is not None:
             self._disk.keep_until(self._server.keys(written), deadline.until_s)
@@ -410,12 +425,6 @@ class HiCacheTier(SecondaryTierManager):
                 transfer_bytes=sum(done.ok) * self.block_size_bytes,
             )
         )
-
-
-def _chunk_tokens(spec: OffloadingSpec) -> dict[int, int]:
-    """Tokens of a chunk, by group of layers."""
-    config = spec.config
-    return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,3 +19,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(server_store, "open_tier", functools.partial(server_store.open_tier, clock=clock))
     return clock
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Starts servers (`vllm_prompts_case`), and ends them."""
+    from vllm_prompts_case import Server
+
+    monkeypatch.chdir(tmp_path)  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
+    started: list[Server] = []
+
+    def start(connector: str, **extra: Any) -> Server:
+        started.append(Server(tmp_path, connector, **extra))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.engine.close()

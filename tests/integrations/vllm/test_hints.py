@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,71 +14,10 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from hicache.integrations.vllm import hints
 from hicache.integrations.vllm.hints import Continuations, Hints, hints_of
-from vllm_scheduler_case import BLOCK_TOKENS, CHUNK_BYTES, VOCABULARY, Engine, answer_to
+from vllm_prompts_case import BLOCK_TOKENS, COMPLETE, CONNECTORS, NUM_CHUNKS, PROMPT_CHUNKS, prompt_of
 from vllm_tier_case import key
 
-CONNECTORS = ["HiCacheConnector", "OffloadingConnector"]
-OF_SPEC = {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
-NUM_CHUNKS = 40  # of the CPU tier
-PROMPT_CHUNKS = 8
-GPU_BLOCKS = 12
 KEEP = {"keep_s": 3600}
-
-
-class Server:
-    """Asks one prompt after the other, and compares the answers with those without a cache."""
-
-    def __init__(self, folder: Path, connector: str, **extra: Any) -> None:
-        given = {"cpu_bytes_to_use": NUM_CHUNKS * CHUNK_BYTES, "kv_packing": "off", **extra}
-        if connector == "OffloadingConnector":
-            given |= OF_SPEC
-        self.engine = Engine(
-            folder, given, connector=connector, is_async=False, num_blocks=GPU_BLOCKS, max_num_batched_tokens=512
-        )
-        self.policy = self.engine.connector.manager.primary_tier._policy
-        self._names = itertools.count()
-
-    def ask(self, prompt: list[int], **given: Any) -> int:
-        """The cached tokens of a prompt. `given`: its hints."""
-        name, before = f"request-{next(self._names)}", self.engine.num_cached
-        self.engine.ask(name, prompt, 2, kv_transfer_params={"hicache": given} if given else None)
-        self.engine.finish()
-        assert self.engine.answers[name] == answer_to(prompt, 2)
-        assert not self.policy._order.violations()
-        return self.engine.num_cached - before
-
-    def ask_others(self, num: int) -> None:
-        """Prompts that nobody asks again."""
-        for _ in range(num):
-            self.ask(prompt_of(10_000 + next(self._names)))
-
-    def reset(self) -> None:
-        """Empty the GPU's cache and the CPU tier."""
-        assert self.engine.scheduler.reset_prefix_cache(reset_connector=True)
-        self.engine.finish()
-
-
-def prompt_of(seed: int, num_chunks: int = PROMPT_CHUNKS, beginning: list[int] | None = None) -> list[int]:
-    """A prompt of complete chunks and one more token, which begins with `beginning`."""
-    num = num_chunks * BLOCK_TOKENS + 1 - len(beginning or ())
-    return [*(beginning or ()), *random.Random(seed).choices(range(3, VOCABULARY), k=num)]
-
-
-COMPLETE = PROMPT_CHUNKS * BLOCK_TOKENS
-
-
-@pytest.fixture
-def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
-    monkeypatch.chdir(tmp_path)  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
-    started: list[Server] = []
-
-    def start(connector: str, **extra: Any) -> Server:
-        started.append(Server(tmp_path, connector, **extra))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.engine.close()
 
 
 @pytest.mark.smoke

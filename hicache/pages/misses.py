@@ -1,0 +1,78 @@
+"""Why a prompt is computed: what became of the pages that no tier has.
+
+A page that a tier has behind a page that no tier has cannot be used. It counts with the reason of the page before it:
+
+    page     0    1    2        3       4       5
+             hit  hit  evicted  on CPU  on CPU  new
+    reason   -    -    evicted  evicted evicted never_stored
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.pages.table import Names
+
+Reasons = npt.NDArray[np.int8]
+
+AGE_BOUNDS: Final = tuple(float(2**k) for k in range(18))
+"""Bounds of ages of evicted pages, from 1 s to 36 hours, by factors of 2."""
+USABLE: Final = -1  # in `Reasons`: a tier has the page
+_NUM_PAGES = 1 << 20
+
+
+class MissReason(enum.IntEnum):
+    """Why no tier served a page of a prompt."""
+
+    NEVER_STORED = 0
+    EVICTED = 1
+    GATE = 2
+    NO_ROWS = 3
+    FAILED = 4
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+MISS_HELP: Final[Mapping[MissReason, str]] = {
+    MissReason.NEVER_STORED: "that no tier is known to have had: new text, or the end of a prompt",
+    MissReason.EVICTED: "that tiers had and evicted",
+    MissReason.GATE: "that a tier has, but computing them was estimated to cost less than loading them",
+    MissReason.NO_ROWS: "for which CPU memory had no free page when they were to be stored or loaded",
+    MissReason.FAILED: "that could not be stored or read",
+}
+
+
+class Fates:
+    """What became of pages that were stored or should have been, by name. Remembers about `num_pages` pages: a page
+    replaces another one in the same entry. Owned by one thread."""
+
+    def __init__(self, num_pages: int = _NUM_PAGES) -> None:
+        self._names = np.zeros(num_pages, np.uint64)  # takes no memory before it is written
+        self._reasons = np.zeros(num_pages, np.int8)
+
+    def note(self, names: Names, reason: MissReason) -> None:
+        """Note what has become of pages. NEVER_STORED: nothing; they are stored."""
+        at = names % np.uint64(len(self._names))
+        self._names[at] = names
+        self._reasons[at] = reason
+
+    def reasons(self, names: Names) -> Reasons:
+        """The reason of each page; NEVER_STORED if none is remembered."""
+        at = names % np.uint64(len(self._names))
+        reasons: Reasons = np.where(self._names[at] == names, self._reasons[at], np.int8(MissReason.NEVER_STORED))
+        return reasons
+
+
+def count(reasons: Reasons) -> dict[MissReason, int]:
+    """The number of pages by reason. `reasons`: of consecutive pages. `USABLE` pages count with the reason of the page
+    before them; the first ones do not count."""
+    last = np.maximum.accumulate(np.where(reasons == USABLE, -1, np.arange(len(reasons))))
+    numbers = np.bincount(reasons[last[last >= 0]], minlength=len(MissReason)).tolist()
+    return {reason: numbers[reason] for reason in MissReason if numbers[reason]}

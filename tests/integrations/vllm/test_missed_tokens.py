@@ -1,0 +1,127 @@
+"""Why tokens of prompts were computed: the counter by reason, under vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+from hicache.integrations.vllm.manager import EVICTED_AGE, MISSED_TOKENS, miss_metrics
+from hicache.pages.misses import USABLE, Fates, MissReason, count
+from hicache.pages.table import names_of
+from vllm_prompts_case import (
+    BLOCK_TOKENS,
+    COMPLETE,
+    CONNECTORS,
+    GPU_BLOCKS,
+    NUM_CHUNKS,
+    PROMPT_CHUNKS,
+    Server,
+    prompt_of,
+)
+
+
+class Recorder:
+    """Records the statistics that vLLM takes from the manager in each step."""
+
+    def __init__(self, server: Server) -> None:
+        self.manager = server.engine.connector.manager
+        self._server, self._get_stats = server, self.manager.get_stats
+        self.missed, self.ages_s = Counter[str](), list[float]()
+        self.manager.get_stats = self._take
+
+    def ask(self, prompt: list[int], **given: Any) -> dict[str, int]:
+        """The computed tokens of a prompt in complete chunks, by reason."""
+        self.missed.clear()
+        self._server.ask(prompt, **given)
+        self._take()
+        return dict(self.missed)
+
+    def _take(self) -> OffloadingConnectorStats | None:
+        stats = self._get_stats()
+        values = {} if stats is None else stats.data["data"]
+        self.missed.update({reason: tokens for (reason,), tokens in values.get(MISSED_TOKENS, {}).items()})
+        self.ages_s += values.get(EVICTED_AGE, {}).get(("cpu",), [])
+        return stats
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> None:
+    """A new prompt; the same again, from the GPU; with a new end; after others have evicted all of it, and a part. The
+    age of each evicted chunk is observed."""
+    server = servers(connector)
+    recorder, prompt = Recorder(server), prompt_of(1)
+    assert recorder.ask(prompt) == {"never_stored": COMPLETE}
+    assert recorder.ask(prompt) == {}
+    longer = prompt_of(2, PROMPT_CHUNKS + 2, prompt[:COMPLETE])
+    assert recorder.ask(longer) == {"never_stored": 2 * BLOCK_TOKENS}
+    server.ask_others(15)
+    num_evicted = (15 + 1) * PROMPT_CHUNKS + 2 - NUM_CHUNKS  # less those that only the GPU has
+    assert num_evicted - GPU_BLOCKS <= len(recorder.ages_s) <= num_evicted
+    assert min(recorder.ages_s) >= 0
+    assert recorder.ask(longer) == {"evicted": COMPLETE + 2 * BLOCK_TOKENS}
+    assert {*miss_metrics()} == {MISSED_TOKENS, EVICTED_AGE}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_a_load_that_costs_more_than_computing_counts_as_gate(
+    servers: Any, connector: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The disk has all chunks of the prompt, and the GPU computes a thousand million tokens a second."""
+    disk = {"path": str(tmp_path_factory.mktemp("disk")), "prefill_tokens_per_s": 1e9}
+    server = servers(connector, disk=disk)
+    recorder = Recorder(server)
+    server.ask(prompt_of(1))
+    server.reset()
+    [tier] = recorder.manager.secondary_tiers
+    tier.gate.read(1, 1e6)  # a disk that takes days for a page
+    assert recorder.ask(prompt_of(1)) == {"gate": COMPLETE}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_chunks_that_a_disk_refuses_count_as_failed(
+    servers: Any, connector: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue of the disk's writes takes no job. After a reset no tier has the chunks."""
+    disk = {"path": str(tmp_path_factory.mktemp("disk")), "prefill_tokens_per_s": 0}
+    server = servers(connector, disk=disk)
+    recorder = Recorder(server)
+    [tier] = recorder.manager.secondary_tiers
+    monkeypatch.setattr(tier._disk.writes, "submit", lambda job: False)
+    server.ask(prompt_of(1))
+    monkeypatch.undo()
+    server.reset()
+    assert recorder.ask(prompt_of(1)) == {"failed": COMPLETE}
+
+
+def test_chunks_without_a_row_when_the_gpu_evicts_them_count_as_such(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU tier frees no row, as while transfers pin all of them."""
+    server = servers("HiCacheConnector")
+    recorder = Recorder(server)
+    monkeypatch.setattr(server.policy, "num_obtainable", lambda kept: 0)
+    server.ask(prompt_of(1))
+    server.ask_others(3)
+    assert recorder.ask(prompt_of(1)) == {"no_rows": COMPLETE}
+
+
+def test_pages_behind_a_gap_count_with_the_page_before_them() -> None:
+    """A name that replaces another one in the table is not taken for it."""
+    reasons = np.array([USABLE, USABLE, 1, USABLE, 0, USABLE, 2], np.int8)
+    assert count(reasons) == {MissReason.NEVER_STORED: 2, MissReason.EVICTED: 2, MissReason.GATE: 1}
+    fates, keys = Fates(16), [n.to_bytes(8, "big") for n in range(40)]
+    fates.note(names_of(keys[:16]), MissReason.EVICTED)
+    fates.note(names_of(keys[16:20]), MissReason.FAILED)
+    expected = [0] * 4 + [1] * 12 + [4] * 4 + [0] * 20
+    assert fates.reasons(names_of(keys)).tolist() == expected
+    fates.note(names_of(keys[16:18]), MissReason.NEVER_STORED)
+    assert fates.reasons(names_of(keys[16:20])).tolist() == [0, 0, 4, 4]
+    assert not len(fates.reasons(names_of([])))
