@@ -3,37 +3,179 @@ the answers to requests that need capacity meanwhile."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
-from component_case import EACH_MODEL, FULL, MODELS, config, prefill
+from component_case import EACH_MODEL, FULL, MODELS, WINDOWS, WITH_COMPONENTS, compute, config, prefill, verify
 from engine_fuzz import EngineFuzz, run
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import OutOfSlots, TransferError
+from hicache.flow.cost import LoadEstimate
 from hicache.flow.movement import Copy
 from hicache.pages.node import TreeNode
 from hicache.pages.tree_results import Match
 from hicache.tiers import FULL as FULL_KV
+from hicache.tiers import SWA
 from hicache.transfer.cpu import CpuOp
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
+DOWN = RuntimeError("the link is down")
+
 
 def engine_with_stepped_copies(model: ModelGeometry, **changes: object) -> tuple[CacheEngine, SteppedTransfers]:
     """A started engine whose copies run when the test steps them."""
-    engine = build_engine(config(window_tokens=256, write_policy="write_through", **changes), model)
+    engine = build_engine(config(**{"window_tokens": 256, **changes}), model)
     transfers = SteppedTransfers(engine)
     engine.start()
     return engine, transfers
+
+
+def serve(engine: CacheEngine, transfers: SteppedTransfers, name: str, tokens: np.ndarray, model: ModelGeometry) -> int:
+    """Serve a request to its end, with all copies completed. Returns the number of cached tokens."""
+    with engine.acquire(CacheRequest(name, tokens)) as lease:
+        transfers.finish()
+        prefill(engine, lease, tokens, model)
+    engine.flush()
+    return lease.cached_len
+
+
+def push_to_host(engine: CacheEngine, transfers: SteppedTransfers, model: ModelGeometry, *prompts: np.ndarray) -> None:
+    """Serve other prompts until only the host has `prompts`."""
+    for n in range(50, 60):
+        if not any(engine.lookup(tokens).device for tokens in prompts):
+            break
+        serve(engine, transfers, f"other{n}", prompt(n, 100), model)
+    assert all(engine.lookup(tokens).host for tokens in prompts)
+
+
+def push_windows_to_host(engine: CacheEngine, transfers: SteppedTransfers, tokens: np.ndarray) -> None:
+    """Serve other prompts until the device has evicted the windows, but not the pages, of the end of `tokens`."""
+    for n in range(50, 60):
+        tree = engine.inspect.context.tree
+        if not tree.pages[SWA].has(tree.match(tokens[:40]).rows[-1:]).all():
+            break
+        serve(engine, transfers, f"other{n}", prompt(n, 41), WINDOWS)
+
+
+def fail_first(engine: CacheEngine, transfers: SteppedTransfers, component: int = 0) -> None:
+    """The next load of a component fails. Later loads stay in flight."""
+    link = transfers.up[component]
+    link.fails = DOWN
+    link.step()
+    link.fails = None
+    engine.poll()
+    engine.check()
+
+
+def end_loads(engine: CacheEngine, transfers: SteppedTransfers, ok: bool, component: int = 0) -> None:
+    """All loads end. Loads of `component` fail unless `ok`."""
+    transfers.up[component].fails = None if ok else DOWN
+    transfers.finish()
+    transfers.up[component].fails = None
+    engine.poll()
+    engine.check()
+
+
+def test_a_load_fails_with_the_one_that_it_continues() -> None:
+    """Two requests load two parts of one prefix, and the load of the first part fails. Both requests get the error, the
+    host still has both parts, and no slot is allocated while the second load can still write to it."""
+    engine, transfers = engine_with_stepped_copies(FULL)
+    whole = prompt(1, 81)
+    serve(engine, transfers, "a", whole, FULL)
+    push_to_host(engine, transfers, FULL, whole)
+    one = engine.acquire(CacheRequest("b", whole[:41]))
+    two = engine.acquire(CacheRequest("c", whole))
+    assert (one.hit.host, two.hit.device, two.hit.host) == (40, 40, 40)
+    fail_first(engine, transfers)
+    for lease in (one, two):
+        with pytest.raises(TransferError):
+            engine.commit(lease, whole[: lease.length])
+        engine.release(lease)
+        engine.check()
+    num_free = int(engine.stats()["device.free_tokens"])
+    other = prompt(7, num_free)
+    taker = engine.acquire(CacheRequest("d", other))
+    compute(engine, taker, other, 0, num_free, FULL)
+    transfers.finish()
+    engine.poll()
+    verify(engine, taker, other, num_free, FULL)
+    engine.release(taker)
+    assert serve(engine, transfers, "e", whole, FULL) == 80
+    settled(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("model", EACH_MODEL)
+@pytest.mark.parametrize("ok", [True, False])
+def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeometry, ok: bool) -> None:
+    """A request has computed pages that another request is loading. It keeps its own slots until the load has ended, so
+    a failed load does not affect it. After that, its commit adds the pages to the tree."""
+    engine, transfers = engine_with_stepped_copies(model, device_tokens=256)
+    first = prompt(1, 48)
+    serve(engine, transfers, "a", np.append(first, 1), model)
+    for n in range(50, 56):
+        serve(engine, transfers, f"other{n}", prompt(n, 100), model)
+    longer = np.concatenate([first, prompt(3, 17)])
+    with pytest.MonkeyPatch.context() as patch:
+        never = LoadEstimate(math.inf, 0.0)  # the request computes all pages that only the host has
+        patch.setattr(engine.inspect.copies, "estimate", lambda *_: never)
+        own = engine.acquire(CacheRequest("b", longer))
+    assert own.hit.host == 0 and own.cached_len < 48
+    loading = engine.acquire(CacheRequest("c", np.append(first, 1)))
+    assert loading.hit.host > 0
+    compute(engine, own, longer, own.cached_len, 64, model)
+    engine.commit(own, longer[:64])
+    assert own.tree_len == loading.hit.device and not own.loads
+    engine.check()
+    end_loads(engine, transfers, ok)
+    verify(engine, own, longer, 64, model)
+    engine.commit(own, longer[:64])
+    assert own.tree_len == 64
+    for lease in (own, loading):
+        engine.release(lease)
+    engine.flush()
+    assert serve(engine, transfers, "d", longer, model) == 64
+    assert engine.inspect.context.tree.protected(FULL_KV) == 0
+    settled(engine)
+    engine.close()
+
+
+def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:
+    """Two requests load two windows of one prefix, whose full pages are on the device. The first load fails, and the
+    second with it. The next owners of these window slots read what they wrote."""
+    engine, transfers = engine_with_stepped_copies(WINDOWS, window_tokens=128, device_tokens=1024)
+    whole = prompt(1, 41)
+    serve(engine, transfers, "a", whole, WINDOWS)
+    push_windows_to_host(engine, transfers, whole)
+    loading = [engine.acquire(CacheRequest("b", whole[:25])), engine.acquire(CacheRequest("c", whole))]
+    assert [lease.hit.device for lease in loading] == [24, 40] and [len(link) for link in transfers.up] == [0, 2]
+    fail_first(engine, transfers, 1)
+    for lease in loading:
+        engine.release(lease)
+    others = [prompt(n, 24) for n in range(80, 84)]  # they take nearly all window slots
+    taking = [engine.acquire(CacheRequest(f"d{n}", tokens)) for n, tokens in enumerate(others)]
+    for lease, tokens in zip(taking, others, strict=True):
+        compute(engine, lease, tokens, 0, 24, WINDOWS)
+    transfers.finish()
+    engine.poll()
+    for lease, tokens in zip(taking, others, strict=True):
+        verify(engine, lease, tokens, 24, WINDOWS)
+        engine.release(lease)
+    assert serve(engine, transfers, "e", whole, WINDOWS) == 40
+    settled(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_a_request_is_refused_only_behind_copies_that_have_not_ended(model: ModelGeometry) -> None:
     """The refusal names poll() and the tokens of copies in flight. After these copies have ended, the next attempt
     applies them and is admitted without a poll."""
-    engine, transfers = engine_with_stepped_copies(model, device_tokens=64)
+    engine, transfers = engine_with_stepped_copies(model, device_tokens=64, write_policy="write_through")
     with engine.acquire(CacheRequest("first", prompt(0, 41))) as lease:
         prefill(engine, lease, prompt(0, 41), model)
     with pytest.raises(OutOfSlots, match=r"40 tokens .*poll\(\)") as refused:
@@ -48,7 +190,7 @@ def test_a_request_is_refused_only_behind_copies_that_have_not_ended(model: Mode
 
 def test_a_copy_locks_no_page_behind_those_that_it_copies() -> None:
     """The host has capacity for two of five pages. The device can evict the other three while the two are copied."""
-    engine, _ = engine_with_stepped_copies(FULL, device_tokens=64, host_bytes=3 * 8 * 192)
+    engine, _ = engine_with_stepped_copies(FULL, device_tokens=64, host_bytes=3 * 8 * 192, write_policy="write_through")
     with engine.acquire(CacheRequest("first", prompt(0, 41))) as lease:
         prefill(engine, lease, prompt(0, 41), FULL)
     assert engine.inspect.copies.num_in_flight(FULL_KV) == engine.inspect.context.tree.protected(FULL_KV) == 16
@@ -69,6 +211,29 @@ def test_copies_are_one_with_those_that_are_submitted_later() -> None:
     late.error = TransferError("a copy fails")
     late.run(lambda: None)
     assert op.done() and op.error is late.error
+
+
+@pytest.mark.parametrize("model", WITH_COMPONENTS)
+def test_victims_are_not_freed_under_a_copy_whose_companion_raised(
+    model: ModelGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under write_back the full pages of a victim are being copied when the copy of its windows or state raises. The
+    call raises after the first copy has ended, because the next owner of the slots writes to them."""
+    engine, transfers = engine_with_stepped_copies(model, write_policy="write_back")
+    with engine.acquire(CacheRequest("first", prompt(1, 65))) as lease:
+        prefill(engine, lease, prompt(1, 65), model)
+
+    def fail(*_: object) -> None:
+        raise DOWN
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.inspect.context.components[1].transfer, "store", fail)
+        with pytest.raises(RuntimeError, match="the link is down"):
+            engine.acquire(CacheRequest("second", prompt(2, 120)))
+    assert not transfers.links
+    engine.check()
+    settled(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -444,6 +444,7 @@ class EngineFuzz:
         except ResourceExhausted:
             self.engine.cancel(request.request_id)
             return
+        assert all(load.error is None for load in lease.loads)
         self.live[request.request_id] = _Live(lease, np.asarray(request.tokens), lease.cached_len)
 
     def _has_slots(self, at: _Live, end: int) -> bool:
