@@ -48,7 +48,7 @@ def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
         f"second: {complete}, Hit(device=960, host=0, disk=0, remote=0)",
     ]
     assert reported[1] == [f"first: {complete}, Hit(device=0, host=0, disk=960, remote=0)", reported[0][1]]
-    assert "finds 960 of them, 15 whole pages" in text
+    assert "finds 960 of them (15 full pages of 64 tokens)" in " ".join(text.split())
 
 
 def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
@@ -59,8 +59,8 @@ def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
     assert any(line.startswith("    identical: yes") for line in lines[:40])
     before = "\n".join(lines[:command])
     assert (
-        "It is for you if" in before
-        and "It is alpha" in before
+        "Use hicache if" in before
+        and "hicache is alpha" in before
         and "downloads" in " ".join(lines[command : command + 5])
     )
     gains = re.findall(r"^- \*\*.*", before, re.MULTILINE)
