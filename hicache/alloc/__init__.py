@@ -1,4 +1,4 @@
-"""The allocators of the device tier track which slots are free. They never touch the bytes in the slots."""
+"""The allocators of the device tier track which slots are free. Allocators never touch the bytes in the slots."""
 
 from hicache.alloc.base import BaseTokenToKVPoolAllocator
 from hicache.alloc.paged import PagedTokenToKVPoolAllocator

@@ -3,7 +3,7 @@
     slots [0, page_size)                          page 0, the sink for padding: never allocated
     slots [page_size, (num_pages + 1)*page_size)  pages 1..num_pages, each free or allocated, never both
 
-Owns the free list; the pool's tensors belong to the pool.
+An allocator owns the free list; the pool owns its tensors.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class SlotStore(Protocol):
 
 @dataclass(frozen=True)
 class AllocatorState:
-    """A snapshot of the free list. Its tensors are never written, so it stays valid after later calls."""
+    """A snapshot of the free list. The tensors of a snapshot are never written, so it stays valid after later calls."""
 
     free_pages: torch.Tensor
     release_pages: torch.Tensor
 
 
 class BaseTokenToKVPoolAllocator(ABC):
-    """Allocates slots of a pool, all that were requested or none, and frees them.
+    """Allocates slots of a pool, either all that are requested or none, and frees them.
 
     Called only by the scheduler thread, so it needs no lock. `free_pages` and `release_pages` are int64 page ids on
     `device` (slot ids if a page is one token); they are replaced, never written in place. Pages are allocated from the
-    front of `free_pages`. Freed pages are merged when an allocation finds too few free pages. With `need_sort` they are
-    kept in `release_pages` until then, and merging sorts all free pages, which restores long contiguous runs. Without
-    `need_sort` they are appended to `free_pages`.
+    front of `free_pages`. Freed pages are merged when an allocation finds too few free pages. With `need_sort`, freed
+    pages are kept in `release_pages` until then, and merging sorts all free pages, which restores long contiguous runs.
+    Without `need_sort`, freed pages are appended to `free_pages`.
 
     Freed pages are stored in parts that are joined on access, so the cost of a free depends only on the freed pages.
 
     A custom allocator defines `clear`, `alloc` and `free`, with any free list; the other methods use `free_pages` and
     `release_pages`.
 
-    Freeing a slot that is not allocated raises `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1. Otherwise
-    detecting it would make the host wait for the device, and only `check()` detects it.
+    Freeing a slot that is not allocated raises `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1. On CUDA outside of
+    debug mode only `check()` detects such a free, because a test would make the host wait for the device.
 
     Only callers with SGLang's interface use `alloc_extend`, `alloc_decode`, free groups, `backup_state`,
     `merge_and_sort_free`, CPU copies, `get_stats`, `check_memory_pressure` and `debug_print`.
@@ -72,7 +72,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         kvcache: SlotStore | None,
         need_sort: bool,
     ) -> None:
-        """`size`: tokens without page 0, rounded down to a multiple of the page size. ConfigError below one page."""
+        """`size` is the number of tokens without page 0, rounded down to a multiple of the page size. Raises
+        ConfigError below one page."""
         if page_size < 1 or size < page_size:
             raise ConfigError(f"size={size} holds no page of page_size={page_size}; raise device_tokens")
         self.size = size
@@ -92,7 +93,8 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate `need_size` slots, int64; None, without any change, if fewer are free. 0 gives an empty tensor."""
+        """Allocate `need_size` slots, int64. Returns None, without any change, if fewer are free, and an empty tensor
+        for 0."""
 
     def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Allocate slots for new tokens of sequences, in their last page and in new pages. NotImplementedError if the
@@ -104,7 +106,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         raise self._has_no_pages()
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots; within a group, when the group ends. Copies the ids that it keeps. Raises DoubleFree."""
+        """Free slots; within a free group, they are freed when the group ends. The ids are copied. Raises
+        DoubleFree."""
         if not free_index.numel():
             return
         if self._group is not None:
@@ -113,15 +116,16 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._apply_free(free_index)
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """Free the slots of consecutive tokens of one sequence, the first token at `first_position`.
+        """Free the slots of consecutive tokens of one sequence, whose first token is at `first_position`.
 
-        `slots` may also be several concatenated runs, if each is complete pages. A paged allocator then computes the
-        number of freed pages from the lengths.
+        `slots` may also be several concatenated runs, if each run consists of complete pages. A paged allocator then
+        computes the number of freed pages from the lengths.
         """
         self.free(slots)
 
     def free_pages_of(self, pages: torch.Tensor) -> None:
-        """Free distinct pages by id; within a group, when the group ends. Keeps the tensor. Raises DoubleFree."""
+        """Free distinct pages by id; within a free group, they are freed when the group ends. The tensor is kept.
+        Raises DoubleFree."""
         if self._group is not None:
             self._group.append(pages * self.page_size)
         else:
@@ -257,7 +261,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         return pages
 
     def _reserve(self, num_pages: int) -> bool:
-        """Whether `_free_pages` has `num_pages`, after merging if that is necessary and sufficient."""
+        """Return whether `_free_pages` has `num_pages`; released pages are merged if that is necessary and
+        sufficient."""
         if num_pages < 0:
             raise ShapeError(f"{num_pages} pages were asked for; ask for 0 or more")
         if num_pages <= self._free_pages.numel():
@@ -286,11 +291,12 @@ class BaseTokenToKVPoolAllocator(ABC):
         return NotImplementedError(f"{type(self).__name__} has no pages; use alloc, or a paged allocator")
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page ids of `slots`, in a new tensor."""
+        """Return the page ids of `slots` in a new tensor."""
         raise NotImplementedError(f"{type(self).__name__} inherits free; it has to define _pages_of")
 
     def _pages_of_run(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page ids of slots of consecutive tokens that begin at a page's start, in a new tensor."""
+        """Return, in a new tensor, the page ids of the slots of consecutive tokens that begin at the start of a
+        page."""
         return self._pages_of(slots)
 
     def _apply_free(self, slots: torch.Tensor) -> None:
@@ -301,7 +307,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Apply frees whose pages are still being counted on the device."""
 
     def _give(self, pages: torch.Tensor) -> None:
-        """Free page ids and keep the tensor. If checks are on, check the ids before any change."""
+        """Free page ids and keep the tensor. If calls are verified, the ids are checked before any change."""
         if self._owned is not None:
             self._owned.give(pages)
         self._released.append(pages)
@@ -310,7 +316,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._released = [joined(self._released)]
 
     def _mark_owned(self) -> None:
-        """Derive the allocated pages from the free list, if checks are on."""
+        """If calls are verified, derive the allocated pages from the free list."""
         if self.device.type == "cpu" or self._debug:
             self._owned = OwnedPages(self.num_pages, self.page_size, joined((self._free_pages, *self._released)))
 

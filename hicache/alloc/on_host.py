@@ -1,4 +1,4 @@
-"""Operations on ids, which run on one thread by numpy if the ids are in host memory.
+"""Operations on slot and page ids, which numpy runs on one thread if the ids are in host memory.
 
 torch divides work on ten thousand ids among its threads; on a busy machine, waking them takes milliseconds.
 """
@@ -13,27 +13,31 @@ Ids = npt.NDArray[np.int64]
 
 
 def ascending(ids: torch.Tensor) -> torch.Tensor:
-    """Sort ids. On the host by a stable sort, which merges runs: there are few, because parts are freed in order."""
+    """Sort ids. In host memory the sort is stable, because it then only merges the few runs in which parts were
+    freed."""
     if not ids.is_cpu:
         return ids.sort().values
     return torch.from_numpy(np.sort(ids.numpy(), kind="stable"))
 
 
 def slots_of(pages: torch.Tensor, page_size: int, offsets: torch.Tensor) -> torch.Tensor:
-    """All slots of pages, in page order. `offsets`: int64 [0, 1, ..., `page_size` - 1], on the pages' device."""
+    """Return all slots of pages, in page order. `offsets` is int64 [0, 1, ..., `page_size` - 1], on the device of the
+    pages."""
     if not pages.is_cpu:
         return (pages[:, None] * page_size + offsets).reshape(-1)
     return torch.from_numpy((pages.numpy()[:, None] * page_size + offsets.numpy()).reshape(-1))
 
 
 def are_runs(slots: torch.Tensor, page_size: int) -> bool:
-    """Whether `slots`, on the host, are runs of `page_size` slots, each run of one page; the last may be shorter."""
+    """Return whether `slots`, in host memory, consist of runs of `page_size` slots, each run on one page; the last run
+    may be shorter."""
     pages: Ids = slots.numpy() // page_size
     return bool((pages == np.repeat(pages[::page_size], page_size)[: len(pages)]).all())
 
 
 def distinct(pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The distinct ids among the page ids of slots, ascending. Fast on the host if the slots are complete pages."""
+    """Return the distinct page ids among the page ids of slots, ascending. This is fast in host memory if the slots are
+    complete pages."""
     if not pages.is_cpu:
         found: torch.Tensor = pages.unique()
         return found

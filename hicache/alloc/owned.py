@@ -10,8 +10,8 @@ from hicache.errors import DoubleFree
 
 
 class OwnedPages:
-    """Flags of pages 1..num_pages of one allocator. Used on the CPU, and on other devices only in debug mode, because
-    the checks read the flags, which waits for the device."""
+    """Flags of pages 1..num_pages of one allocator. The flags are used on the CPU, and on other devices only in debug
+    mode, because reading them waits for the device."""
 
     def __init__(self, num_pages: int, page_size: int, free: torch.Tensor) -> None:
         """Mark all pages except `free` as allocated."""
@@ -29,7 +29,7 @@ class OwnedPages:
             self._on_host[pages.numpy()] = True
 
     def give(self, pages: torch.Tensor) -> None:
-        """Mark pages as free. DoubleFree, without any change, if a page is not allocated or named twice."""
+        """Mark pages as free. Raises DoubleFree, before any change, if a page is not allocated or is passed twice."""
         if self._on_host is None:
             self._check(pages)
             self.flags[pages] = False

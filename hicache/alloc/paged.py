@@ -1,4 +1,5 @@
-"""The allocator of pages: an extend or a decode fills the last page of its sequence before it allocates another."""
+"""The allocator of pages: an extend or a decode fills the last page of its sequence before it allocates another
+page."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ from hicache.kernels.alloc_extend import alloc_extend
 
 
 def distinct_first(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct ids, ascending, at the front of a tensor as long as `ids`, and the index `[1]` of the last one.
+    """Return the distinct ids, ascending, at the front of a tensor as long as `ids`, and the index `[1]` of the last
+    distinct id.
 
-    Like `unique`, but no size depends on data, so the host need not wait. Elements after the last one are undefined.
+    The sizes of all tensors are independent of the ids, so the host need not wait, as it must for `unique`. Elements
+    after the last distinct id are undefined.
     """
     ascending = ids.sort().values
     rank = torch.zeros_like(ascending)
     torch.cumsum(ascending[1:] != ascending[:-1], 0, out=rank[1:])
-    # Equal ids have the same rank, so any of them may be written there.
+    # Equal ids have the same rank, so it does not matter which of them is written.
     return torch.empty_like(ascending).scatter_(0, rank, ascending), rank[-1:]
 
 
@@ -42,7 +45,8 @@ class _Tally:
 
     @classmethod
     def of(cls, pages: torch.Tensor) -> _Tally:
-        """Start to count the distinct ids of `pages` (at least one), by launches whose sizes do not depend on data."""
+        """Start to count the distinct ids of `pages` (at least one), with launches whose sizes do not depend on the
+        ids."""
         distinct, last = distinct_first(pages)
         count = torch.empty(1, dtype=torch.int64, pin_memory=True)
         count.copy_(last + 1, non_blocking=True)
@@ -51,13 +55,13 @@ class _Tally:
         return cls(distinct, count, counted)
 
     def distinct(self) -> torch.Tensor:
-        """The distinct ids; waits for the count."""
+        """Return the distinct ids, after waiting for the count."""
         self.counted.synchronize()
         return self.pages[: int(self.count)].clone()
 
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """Pages 1..num_pages of `page_size` slots each; page p holds slots [p*page_size, (p+1)*page_size).
+    """Allocates pages 1..num_pages of `page_size` slots each; page p has the slots [p*page_size, (p+1)*page_size).
 
     A page belongs to one sequence, which fills it in order. Scheduler thread only.
 
@@ -77,8 +81,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return torch.arange(self.page_size, dtype=torch.int64, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate `need_size / page_size` pages; returns all their slots, in page order. ShapeError if `need_size` is
-        not a multiple of the page size."""
+        """Allocate `need_size / page_size` pages and return all their slots, in page order. Raises ShapeError if
+        `need_size` is not a multiple of the page size."""
         if need_size % self.page_size:
             raise ShapeError(f"{need_size} tokens are no whole pages of page_size={self.page_size}")
         pages = self._take(need_size // self.page_size)
@@ -96,10 +100,10 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """Allocate slots for the tokens of each request from its prefix length to its sequence length; returns int64
         `[extend_num_tokens]`, or None, without any change, if pages are short.
 
-        Integer tensors `[requests]`; lengths in tokens, on the device and on the CPU. `last_loc`: slot of the prefix's
-        last token, -1 without a prefix: (last_loc + 1) % page_size == prefix_len % page_size. One launch, no wait for
-        the device. ShapeError if lengths disagree. InvariantError if a `last_loc` does not end its prefix; on CUDA
-        outside debug mode this is an assertion of the device, after which the process cannot use the device.
+        Lengths are integer tensors `[requests]` in tokens, given on the device and on the CPU. `last_loc`: slot of the
+        prefix's last token, -1 without a prefix: (last_loc + 1) % page_size == prefix_len % page_size. One launch, no
+        wait for the device. ShapeError if lengths disagree. InvariantError if a `last_loc` does not end its prefix; on
+        CUDA outside debug mode this is an assertion of the device, after which the process cannot use the device.
         """
         prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
         new_tokens = seq - prefix
@@ -126,8 +130,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """Allocate one slot for each request; returns int64 `[requests]`, or None, without any change, if pages are
         short.
 
-        `seq_lens` count the new token; `last_loc` is the slot of the token before it. One launch, no wait for the
-        device. A wrong `last_loc` is an error as in `alloc_extend`.
+        `seq_lens` count the new token; `last_loc` is the slot of the token before it. One launch allocates the slots,
+        and the host does not wait for the device. A wrong `last_loc` is an error as in `alloc_extend`.
         """
         seq = seq_lens_cpu.numpy()
         if seq.min(initial=1) < 1:
@@ -146,7 +150,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
         """Free a run of slots, without any later wait for the device; see the base class. Raises DoubleFree.
 
-        If `first_position` is within a page, whose earlier tokens may be freed too, this is the same as `free`.
+        If `first_position` is within a page, this method is the same as `free`, because the earlier tokens of the page
+        may be freed too.
         """
         if first_position % self.page_size:
             self.free(slots)
@@ -162,7 +167,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def free_group_end(self) -> None:
         runs, self._group_runs = self._group_runs, []
         if runs and self._group:
-            # Single tokens of the group may lie in pages of a run; passing both as slots frees each page once.
+            # Single tokens of a free group may be in pages of a run. Both are passed as slots, so that each page is
+            # freed once.
             self._group.extend(pages * self.page_size for pages in runs)
         elif runs:
             self._give(torch.cat(runs))
@@ -187,13 +193,13 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 self._give(tally.distinct())
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The distinct pages of slots, ascending. On CUDA this waits for the device, which counts them."""
+        """Return the distinct pages of slots, ascending. On CUDA the host waits until the device has counted them."""
         return distinct(slots.to(torch.int64) // self.page_size, self.page_size)
 
     def _pages_of_run(self, slots: torch.Tensor) -> torch.Tensor:
         if self._owned is not None:
             self._check_run(slots)
-        # Tokens [0, P), [P, 2P), ... of the run: the first of each names the page.
+        # The page of each run of P tokens, [0, P), [P, 2P), ..., is that of the first token of the run.
         pages: torch.Tensor = slots[:: self.page_size].to(torch.int64) // self.page_size
         return pages
 
@@ -212,8 +218,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             )
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
-        """Raise if the offset of a `last_loc` in its page differs from the offset of its prefix's last token: new
-        tokens would get slots of another sequence.
+        """Raise if the offset of a `last_loc` in its page differs from the offset of its prefix's last token, because
+        new tokens would then get slots of another sequence.
 
         InvariantError on the CPU and in debug mode. On CUDA the device asserts it, by five small launches per batch:
         the host does not wait, and no later kernel runs if the assertion fails.

@@ -3,8 +3,8 @@
     full slots     callers allocate, keep and free these
     window slots   full slot s is mapped to full_to_swa_index_mapping[s]; 0: unmapped
 
-Complete pages are mapped: the slots of a full page are mapped to the slots of one window page, at the same offsets.
-Owns the full allocator, the window allocator and the mapping.
+Complete pages are mapped: the slots of a full page are mapped to the slots of one window page, at the same offsets. The
+allocator owns the full allocator, the window allocator and the mapping.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WindowStore(SlotStore, Protocol):
 
 @dataclass(frozen=True)
 class SWAAllocatorState(AllocatorState):
-    """A snapshot of both allocators and of the mapping; the inherited fields are the full allocator's."""
+    """A snapshot of both allocators and of the mapping; the inherited fields belong to the full allocator."""
 
     full: AllocatorState
     swa: AllocatorState
@@ -72,7 +72,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         )
         num_pages = size // page_size
         self._mapping_by_page = self.full_to_swa_index_mapping[: (num_pages + 1) * page_size].view(-1, page_size)
-        # The first window slot of every page; a numpy view on the CPU, because numpy reads a few elements much faster.
+        # The first window slot of every page. On the CPU this is a numpy view, because numpy reads a few elements much
+        # faster than torch.
         self._first_on_host = self._mapping_by_page[:, 0].numpy() if self._mapping_by_page.is_cpu else None
         self.size_swa = size_swa
         self._num_unmapped = 0
@@ -87,16 +88,16 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self.swa_attn_allocator.available_size()
 
     def available_size(self) -> int:
-        """Number of tokens that can be allocated now: the minimum of both allocators."""
+        """Return the number of tokens that can be allocated now: the smaller number of the two allocators."""
         return min(self.full_available_size(), self.swa_available_size())
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots; -1 stays -1."""
+        """Return the window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots; -1 stays -1."""
         return translate_slots(self.full_to_swa_index_mapping, loc, self._kernels)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate `need_size` full slots, each mapped to a new window slot; None, without any change, if either
-        allocator is short."""
+        """Allocate `need_size` full slots, each mapped to a new window slot. Returns None, without any change, if
+        either allocator has too few."""
         if need_size > self.available_size():
             return None
         full, swa = self.full_attn_allocator.alloc(need_size), self.swa_attn_allocator.alloc(need_size)
@@ -113,7 +114,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         """Allocate from both allocators, as `PagedTokenToKVPoolAllocator.alloc_extend`; `last_loc` are full slots.
 
-        If a prefix ends within a page, its last token must still be mapped, because new tokens fill the rest of its
+        If a prefix ends within a page, its last token must still be mapped, because new tokens fill the rest of this
         page.
         """
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
@@ -122,7 +123,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         new_pages = _pages(seq_lens_cpu, self.page_size) - _pages(prefix_lens_cpu, self.page_size)
         if int(new_pages.sum()) * self.page_size > self.available_size():
             return None
-        last_window_slots = self._last_window_slots(last_loc, prefix_lens)  # may raise: before anything is taken
+        last_window_slots = self._last_window_slots(last_loc, prefix_lens)  # raises before anything is allocated
         lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
         full_slots = full.alloc_extend(*lens, last_loc, extend_num_tokens)
         return self._mapped(full_slots, swa.alloc_extend(*lens, last_window_slots, extend_num_tokens))
@@ -150,7 +151,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._free_windows(pages)
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """Free a run of slots; see the base class. The window pages are looked up in the mapping."""
+        """Free the slots of consecutive tokens, as in the base class. Their window pages are looked up in the
+        mapping."""
         if first_position % self.page_size:
             self.free(slots)
         elif slots.numel():
@@ -159,8 +161,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             self._free_windows(pages)
 
     def free_swa(self, free_index: torch.Tensor) -> None:
-        """Free the window slots of full slots, which must be complete pages. The full slots stay allocated,
-        unmapped."""
+        """Free the window slots of full slots, which must be complete pages. The full slots stay allocated and are no
+        longer mapped."""
         if not free_index.numel():
             return
         pages = self._pages_of(free_index)
@@ -169,9 +171,9 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._free_windows(pages)
 
     def alloc_window(self, full_slots: torch.Tensor) -> bool:
-        """Map unmapped full slots, complete pages, to new window slots; False if window slots are short.
+        """Map unmapped full slots, complete pages, to new window slots. Returns False if too few window slots are free.
 
-        On the CPU and in debug mode InvariantError if one is mapped already.
+        Raises InvariantError, on the CPU and in debug mode, if one of the full slots is already mapped.
         """
         if full_slots.numel() > self.swa_available_size():
             return False
@@ -244,7 +246,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self.swa_attn_allocator.merge_and_sort_free()
 
     def get_stats(self) -> PoolStats:
-        """The statistics of the allocator with the higher utilisation."""
+        """Return the statistics of the inner allocator with the higher utilisation."""
         both = self.full_attn_allocator.get_stats(), self.swa_attn_allocator.get_stats()
         return max(both, key=lambda stats: stats["utilization"])
 
@@ -319,7 +321,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 ids, firsts = ids[firsts > 0], firsts[firsts > 0]
             pages, window_pages = torch.from_numpy(ids), torch.from_numpy(firsts // self.page_size)
         self.swa_attn_allocator.free_pages_of(window_pages)
-        # Written by torch, which counts writes: the pool reuses its last translation until the count changes.
+        # torch writes this element, because torch counts writes: the pool reuses its last translation until the count
+        # changes.
         self._mapping_by_page[pages] = 0
 
     def _last_window_slots(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -365,7 +368,8 @@ def _pages(lens: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _grown(prefix_lens_cpu: torch.Tensor, seq_lens_cpu: torch.Tensor, extend_num_tokens: int) -> int:
-    """Number of new tokens of all sequences. ShapeError if it differs from `extend_num_tokens`, or one shrinks."""
+    """Return the number of new tokens of all sequences. Raises ShapeError if it differs from `extend_num_tokens`, or if
+    a sequence shrinks."""
     new_tokens = seq_lens_cpu - prefix_lens_cpu
     if int(new_tokens.sum()) != extend_num_tokens or (new_tokens < 0).any():
         raise ShapeError(f"extend_num_tokens={extend_num_tokens}, but the lengths grow by {new_tokens.tolist()}")

@@ -11,7 +11,7 @@ import torch
 from hicache.alloc.base import BaseTokenToKVPoolAllocator, SlotStore
 
 _BLOCK_IDS = 1024
-_SMALL_IDS = 256  # larger allocations are copied separately
+_SMALL_IDS = 256  # maximum size of an allocation from the block; larger ones are copied separately
 
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
@@ -27,8 +27,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> None:
         super().__init__(size, 1, dtype, device, kvcache, need_sort)
         self._blocks = self.device.type == "cuda" and not self._debug
-        # The free list whose front equals the rest of the block. If `_free_pages` is another tensor, the block is
-        # stale.
+        # The free list whose front is the rest of the block. If `_free_pages` is another tensor, the block is out of
+        # date.
         self._block_of: torch.Tensor | None = None
         self._block = self._free_pages[:0]
         self._used = 0

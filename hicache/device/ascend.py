@@ -23,7 +23,7 @@ except ImportError:
 
 
 def npu_operations(device: torch.device) -> ModuleType | None:
-    """The vendor's operations if `device` can run them."""
+    """Return the vendor's operations if `device` can run them, otherwise None."""
     npu: ModuleType | None = torch_npu if device.type == "npu" else None
     return npu
 
@@ -67,8 +67,8 @@ class AscendTokenToKVPool(_NpuPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """ConfigError if `v_head_dim` differs from `head_dim`: keys and values share a tensor. OutOfMemory names
-        `device_tokens`."""
+        """Raise ConfigError if `v_head_dim` differs from `head_dim`, because keys and values share a tensor, and
+        OutOfMemory that names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim)
         if v_head_dim not in (None, head_dim):
@@ -85,11 +85,13 @@ class AscendTokenToKVPool(_NpuPool):
         self._declare(rows, [self.k_buffer.flatten(1, 2), self.v_buffer.flatten(1, 2)])
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer, `[pages, page_size, head_num, head_dim]`, after waiting for it."""
+        """Return the keys of a layer, `[pages, page_size, head_num, head_dim]`, after waiting until the layer is
+        loaded."""
         return self._as_read(self.k_buffer[self._wait_for(layer_id)])
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Values of a layer, `[pages, page_size, head_num, head_dim]`, after waiting for it."""
+        """Return the values of a layer, `[pages, page_size, head_num, head_dim]`, after waiting until the layer is
+        loaded."""
         return self._as_read(self.v_buffer[self._wait_for(layer_id)])
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
@@ -106,7 +108,7 @@ class AscendTokenToKVPool(_NpuPool):
 
 
 class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
-    """MLA's pool with `kv_buffer` `[layers, pages, page_size, rank + rope]`.
+    """A pool for MLA whose `kv_buffer` is `[layers, pages, page_size, rank + rope]`.
 
     The getters return a layer's pages, `[pages, page_size, rank + rope]`, and their first `rank` columns.
     """
@@ -115,7 +117,8 @@ class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
         return latent.view(self.layer_num, self.num_pages, self.page_size, self.kv_cache_dim)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Latent rows of a layer, `[pages, page_size, rank + rope]`, after waiting for the layer."""
+        """Return the latent rows of a layer, `[pages, page_size, rank + rope]`, after waiting until the layer is
+        loaded."""
         return self._as_read(self.kv_buffer[self._wait_for(layer_id)])
 
     def _store_rows(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:
@@ -131,7 +134,7 @@ class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
             self._cache_rows(self._npu, index, loc, torch.cat((nope, rope), dim=-1))
 
     def _cache_rows(self, npu: ModuleType, index: int, loc: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store `[tokens, 1, rank + rope]` by the operation for a single cache."""
+        """Store rows `[tokens, 1, rank + rope]` with the vendor's operation for one cache tensor."""
         npu._npu_reshape_and_cache_siso(
             key=rows.contiguous(), key_cache=self.kv_buffer[index].unsqueeze(2), slot_indices=loc.to(torch.int32)
         )

@@ -1,7 +1,7 @@
-"""The contract of device pools, and the methods that follow from a layout of per-token rows.
+"""The contract of device pools, and the methods that pools of per-token rows share.
 
-A pool owns its tensors and declares their `PoolLayout`; the allocator tracks which slots are free. Slots [0, page_size)
-are the sink for padding.
+A pool owns its tensors and declares their `PoolLayout`; the allocator tracks which slots are free. Writes of padding go
+to slots [0, page_size), which are never allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class LayerWaiter(Protocol):
-    """The part of a transfer counter that getters call: wait until a layer, by dense index, has been loaded."""
+    """The part of a transfer counter that a pool's getters call: wait until a layer, given by dense index, has been
+    loaded."""
 
     def wait_until(self, threshold: int) -> None: ...
 
@@ -52,7 +53,8 @@ class SlotRows(Protocol):
 
 @dataclass(frozen=True)
 class SlotSpace:
-    """The rows that one set of slots addresses: the interface of a pool to the host pool, transfer engine and codec.
+    """The rows of a pool that one set of slots addresses; host pool, transfer engine and codec use a pool through this
+    interface.
 
     `name`: the component that the slots belong to. `layer_buffers(layer_id)` returns `[num_slots, ...row]` tensors in
     the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one space. If a pool has several, each is
@@ -67,7 +69,8 @@ class SlotSpace:
 
 
 def rows_to_cpu(layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> CpuCopy:
-    """Copy rows `indices` of every buffer: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
+    """Copy rows `indices` of every buffer to the CPU as `[layer][chunk of 8192](buffers)`, in pinned memory on CUDA.
+    Waits for the device."""
     device = layers[0][0].device
     pinned = device.type == "cuda"
     copy: CpuCopy = []
@@ -86,8 +89,8 @@ def rows_to_cpu(layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -
 
 
 def rows_from_cpu(copy: CpuCopy, layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> None:
-    """Write rows that `rows_to_cpu` returned to rows `indices`. ShapeError if their numbers differ. Waits for the
-    device."""
+    """Write rows that `rows_to_cpu` returned to rows `indices`. Raises ShapeError if the numbers of rows differ. Waits
+    for the device."""
     parts = indices.split(COPY_CHUNK_TOKENS)
     if len(copy) != len(layers):
         raise ShapeError(f"a copy of {len(copy)} layers for a pool of {len(layers)}")
@@ -132,13 +135,13 @@ class KVCache(ABC):
         self.layer_num = layer_num
         self.store_dtype = torch.uint8 if dtype in _FP8 else dtype
         self.device = torch.device(device)
-        # The device with its index, as tensors report it: cuda:0 if `device` is cuda.
+        # If `device` is "cuda", this is the current device with its index, such as cuda:0, as tensors report it.
         self._tensor_device = torch.empty(0, device=self.device).device
         self._kernels = kernel_choice(self.device)
         self.enable_memory_saver = enable_memory_saver
         self.start_layer = start_layer or 0
         self.end_layer = self.start_layer + layer_num - 1
-        # Callers pass the last layer or the one after it.
+        # Callers may pass the id of the last layer, or that of the layer after it.
         if end_layer not in (None, self.end_layer, self.end_layer + 1):
             raise ConfigError(f"start_layer={start_layer}, end_layer={end_layer} are not layer_num={layer_num} layers")
         self.layer_transfer_counter: LayerWaiter | None = None
@@ -151,15 +154,16 @@ class KVCache(ABC):
 
     @abstractmethod
     def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The stored tensors `[slots, ...row]` in the order of `layout.specs_of(layer_id)`. Does not wait."""
+        """Return the stored tensors of a layer, `[slots, ...row]`, in the order of `layout.specs_of(layer_id)`, without
+        waiting until the layer is loaded."""
 
     @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys `[slots, heads, dim]` of a layer, after waiting for it. A view, valid as long as the pool."""
+        """Return the keys `[slots, heads, dim]` of a layer as a view, after waiting until the layer is loaded."""
 
     @abstractmethod
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Values `[slots, heads, dim]` of a layer, after waiting for it."""
+        """Return the values `[slots, heads, dim]` of a layer, after waiting until the layer is loaded."""
 
     @abstractmethod
     def set_kv_buffer(
@@ -171,8 +175,8 @@ class KVCache(ABC):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Store `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. ShapeError names the given and
-        the expected shape."""
+        """Store keys and values `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. A ShapeError
+        names the given and the expected shape."""
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -181,7 +185,7 @@ class KVCache(ABC):
 
     @property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """The slot spaces that are transferred to lower tiers, one for each set of slots."""
+        """One slot space for each set of slots that is transferred to lower tiers."""
         return (SlotSpace(FULL, self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,23 +196,25 @@ class KVCache(ABC):
         self.set_kv_buffer(layer_id, indices, k, v)
 
     def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at slots `indices [tokens]`, new tensors `[tokens, heads, dim]`, after waiting for the
-        layer."""
+        """Return keys and values at slots `indices [tokens]` as new tensors `[tokens, heads, dim]`, after waiting until
+        the layer is loaded."""
         self._check_loc(indices)
         k, v = self.get_kv_buffer(layer_id)
         return k[indices], v[indices]
 
     def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
-        """Make the getters wait for their layer with this counter."""
+        """Make the getters wait for layers with this transfer counter."""
         self.layer_transfer_counter = counter
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """Copy rows at slots `indices`: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
+        """Copy rows at slots `indices` to the CPU as `[layer][chunk of 8192](buffers)`, in pinned memory on CUDA. Waits
+        for the device."""
         self._wait_all()
         return rows_to_cpu([self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
-        """Write a copy of `get_cpu_copy` to the same number of slots, possibly other ones. Waits for the device."""
+        """Write a copy made by `get_cpu_copy` to the same number of slots, possibly other slots. Waits for the
+        device."""
         rows_from_cpu(kv_cache_cpu, [self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
@@ -221,7 +227,8 @@ class KVCache(ABC):
                 rows[tgt_loc] = rows[src_loc]
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, bytes, and bytes per page of all buffers: the first buffer of each layer, then the second, ..."""
+        """Return addresses, bytes, and bytes per page of all buffers: first those of the first buffer of each layer,
+        then those of the second buffer, and so on."""
         layers = [self.layer_buffers(layer_id) for layer_id in self.layer_ids]
         buffers = [buffer for kind in zip(*layers, strict=True) for buffer in kind]
         spans = [s for kind in zip(*map(self._spans_of, self.layer_ids), strict=True) for s in kind]
@@ -236,11 +243,11 @@ class KVCache(ABC):
         return self.layout.spans_of(layer_id)
 
     def _slot_rows(self, layer_id: int) -> tuple[SlotRows, ...]:
-        """The rows of a layer, indexed by slot. Does not wait."""
+        """Return the rows of a layer, indexed by slot, without waiting until the layer is loaded."""
         return self.layer_buffers(layer_id)
 
     def _index(self, layer: LayerRef) -> int:
-        """Dense index of a layer, given its global id or an object with a `layer_id`."""
+        """Return the dense index of a layer, given its global id or an object with a `layer_id`."""
         layer_id = layer if isinstance(layer, int) else layer.layer_id
         if not self.start_layer <= layer_id <= self.end_layer:
             raise ShapeError(f"layer_id={layer_id} is not one of this pool's {self.start_layer}..{self.end_layer}")

@@ -1,6 +1,6 @@
 """Computes the `size` of a pool, in tokens, from a device's memory and a layout.
 
-Only callers with SGLang's interface use it: `build/sizing.py` computes the sizes of an engine.
+Only callers with SGLang's interface use `plan_capacity`; `build/sizing.py` computes the sizes of an engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def plan_capacity(
     reserve_ratio: float | None = None,
     max_requests: int = 0,
 ) -> int:
-    """Number of tokens of a pool of `layout` on a device of `total_bytes` that also has a model of `model_bytes`.
+    """Return the number of tokens that a pool of `layout` can store on a device of `total_bytes` that also holds a
+    model of `model_bytes`.
 
     Exactly one of two settings determines the bytes of the cache:
 
@@ -51,7 +52,7 @@ def plan_capacity(
 def _budget(
     total_bytes: int, model_bytes: int, mem_fraction_static: float | None, reserve_ratio: float | None
 ) -> tuple[int, str]:
-    """Bytes for the cache, which may be negative, and the setting they follow from."""
+    """Return the bytes for the cache, which may be negative, and the name of the setting that determines them."""
     if total_bytes < 1 or model_bytes < 0:
         raise ConfigError(f"total_bytes={total_bytes}, model_bytes={model_bytes}: bytes cannot be negative or none")
     if mem_fraction_static is not None and reserve_ratio is None:

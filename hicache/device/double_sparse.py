@@ -28,7 +28,7 @@ class DoubleSparseTokenToKVPool(RowPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """ConfigError for sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
+        """Raise ConfigError for sizes below 1 or a missing memory saver, and OutOfMemory that names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim, heavy_channel_num=heavy_channel_num)
         self.head_num = head_num
@@ -46,7 +46,8 @@ class DoubleSparseTokenToKVPool(RowPool):
         self.label_buffer: tuple[torch.Tensor, ...] = label.unbind(0)
 
     def get_label_buffer(self, layer_id: int) -> torch.Tensor:
-        """Labels `[slots, head_num, heavy_channel_num]` of a layer, after waiting for it."""
+        """Return the labels `[slots, head_num, heavy_channel_num]` of a layer, after waiting until the layer is
+        loaded."""
         return self._as_read(self.label_buffer[self._wait_for(layer_id)])
 
     def set_kv_buffer(  # type: ignore[override]  # SGLang's callers pass the label fifth, where other pools have a scale

@@ -3,7 +3,7 @@
     attention layer   a row per token in `full_kv_pool`, whose dense layer ids are mapped from global ones
     Mamba layer       a state per request in `mamba_pool`, with slots of its own
 
-Owns the attention pool; the request table owns the state pool.
+`HybridLinearKVPool` owns the attention pool; the request table owns the state pool.
 """
 
 from __future__ import annotations
@@ -76,23 +76,24 @@ class HybridLinearKVPool(MappedKVPool):
 
     @cached_property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """The slot space of tokens, and the slot space of states if there is a state pool."""
+        """One slot space for tokens, and one for states if there is a state pool."""
         return (*super().slot_spaces, *(self.mamba_pool.slot_spaces if self.mamba_pool else ()))
 
     def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
-        """Call `MLATokenToKVPool.set_mla_kv_buffer`. ConfigError if the pool was built with use_mla=False."""
+        """Store latent rows as `MLATokenToKVPool.set_mla_kv_buffer` does. Raises ConfigError if the pool was built with
+        use_mla=False."""
         self._latent().set_mla_kv_buffer(self._transfer_full_attention_id(layer), loc, k_nope, k_rope)
 
     def get_mla_kv_buffer(
         self, layer: LayerRef, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call `MLATokenToKVPool.get_mla_kv_buffer` after waiting for the layer."""
+        """Return latent rows as `MLATokenToKVPool.get_mla_kv_buffer` does, after waiting until the layer is loaded."""
         dense_id = self._transfer_full_attention_id(layer)
         self._wait(self.layer_ids[dense_id])
         return self._latent().get_mla_kv_buffer(dense_id, loc, dst_dtype)
 
     def _transfer_full_attention_id(self, layer: LayerRef) -> int:
-        """Dense id of a global layer id; ShapeError (a ValueError) lists the attention layers."""
+        """Return the dense id of a global layer id. A ShapeError (a ValueError) lists the attention layers."""
         return self._inner(layer if isinstance(layer, int) else layer.layer_id)[1]
 
     def _unknown(self, layer_id: int) -> ShapeError:

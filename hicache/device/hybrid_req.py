@@ -5,9 +5,9 @@
     request.mamba_pool_idx          the running state
     request.mamba_checkpoint_idx    with the extra buffer: a second state, the last checkpoint
 
-The two states alternate: at a checkpoint the running state becomes the checkpoint, and its bytes are copied to the
-other state, which becomes the running one. So a checkpoint is overwritten only after a newer one is complete. Owns the
-mapping and the state pool.
+With the extra buffer, the two states of a request alternate: at a checkpoint the running state becomes the checkpoint,
+and its bytes are copied to the other state, which becomes the running state. Therefore a checkpoint is overwritten only
+after a newer checkpoint is complete. The table owns the mapping and the state pool.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.req_index_to_mamba_index_mapping = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self._mapping_on_host = self.req_index_to_mamba_index_mapping.numpy() if self.device.type == "cpu" else None
 
-    # Accepts a narrower type than the base: a request of a hybrid model has attributes for its states.
+    # The parameter type is narrower than in the base class, because a request of a hybrid model has attributes for its
+    # states.
     def _take_for(self, requests: Sequence[HybridRequest]) -> list[int] | None:  # type: ignore[override]
         if not requests:
             return []
@@ -86,7 +87,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return [row_of[id(request)] for request in named]
 
     def free_mamba_cache(self, request: HybridRequest) -> None:
-        """Free the request's states and set its attributes to None. DoubleFree if it has none."""
+        """Free the request's states and set its attributes to None. Raises DoubleFree if the request has no states."""
         held = [request.mamba_pool_idx]
         if self.enable_mamba_extra_buffer:
             held.append(request.mamba_checkpoint_idx)
@@ -101,10 +102,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
             self._map([request.req_pool_idx], states[0].new_zeros(1))
 
     def checkpoint(self, requests: Sequence[HybridRequest]) -> None:
-        """Make each request's running state its checkpoint, and its other state a copy that is the running state. No
-        wait for the device, no allocation.
+        """Make each request's running state its checkpoint, and copy that state to the request's other state, which
+        becomes the running state. Does not wait for the device and allocates nothing.
 
-        Each request has a row and two states, and is named once. ConfigError without the extra buffer.
+        Each request must have a row and two states, and be passed once. Raises ConfigError without the extra buffer.
         """
         self._need_extra_buffer()
         rows = [r.req_pool_idx for r in requests if r.req_pool_idx is not None]
@@ -120,8 +121,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._map(rows, other)
 
     def take_checkpoint(self, request: HybridRequest) -> torch.Tensor | None:
-        """Transfer the state `[1]` of the last checkpoint to the caller; the request gets another state. None if no
-        state is free."""
+        """Transfer the state `[1]` of the last checkpoint to the caller and give the request another state. Returns
+        None if no state is free."""
         self._need_extra_buffer()
         taken = _stack([request.mamba_checkpoint_idx])
         fresh = self.mamba_pool.alloc(1)
@@ -131,11 +132,13 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return taken
 
     def get_mamba_indices(self, req_indices: torch.Tensor | int) -> torch.Tensor:
-        """The running states of rows, int64 in the shape of `req_indices`, 0-dim for one row."""
+        """Return the running states of table rows, int64 in the shape of `req_indices`; one row gives a 0-dim
+        tensor."""
         return self.req_index_to_mamba_index_mapping[req_indices]
 
     def mamba2_layer_cache(self, layer_id: int) -> MambaState:
-        """Views of one Mamba layer, by global id, after waiting for it."""
+        """Return views of the states of one Mamba layer, given its global id, after waiting until the layer is
+        loaded."""
         return self.mamba_pool.mamba2_layer_cache(layer_id)
 
     def clear(self) -> None:
@@ -173,7 +176,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             return
         index = torch.tensor(rows, dtype=torch.int64)
         if self.device.type == "cuda":
-            # Pinned, because the host would wait for a copy from pageable memory.
+            # The tensor is pinned, because the host would wait for a copy from pageable memory.
             index = index.pin_memory().to(self.device, non_blocking=True)
         self.req_index_to_mamba_index_mapping[index] = states
 
@@ -183,7 +186,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
 
 def _stack(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Stack 0-dim ids to a tensor `[n]`."""
+    """Stack 0-dim ids to one tensor `[n]`."""
     held = [state.reshape(()) for state in states if state is not None]
     if len(held) != len(states):
         raise ShapeError(f"{len(states) - len(held)} of {len(states)} requests have no state; alloc them first")

@@ -42,10 +42,10 @@ class Mamba2StateShape:
         state_size: int,
         conv_kernel: int,
     ) -> Mamba2StateShape:
-        """Compute the shapes on one of `tp_world_size` ranks. If heads of several ranks share a group, each rank stores
-        it.
+        """Compute the shapes on one of `tp_world_size` ranks. If several ranks have heads of one group, each of them
+        stores the group.
 
-        The window holds the last conv_kernel - 1 inputs of x, B and C: intermediate_size + 2 * n_groups * state_size
+        The window has the last conv_kernel - 1 inputs of x, B and C: intermediate_size + 2 * n_groups * state_size
         channels. ConfigError unless heads, channels and groups split evenly over the ranks.
         """
         if intermediate_size % tp_world_size or num_heads % tp_world_size:
@@ -80,7 +80,7 @@ class Mamba2CacheParams:
 
     @property
     def layout(self) -> PoolLayout:
-        """Layout with rows per request: conv0, conv1, ..., temporal in each layer. A page is one state."""
+        """Return a layout with rows per request: conv0, conv1, ..., temporal in each layer. A page is one state."""
         layers = tuple(self.layers)
         conv = [
             BufferSpec(f"conv{i}", self.conv_dtype, shape, "request", layers) for i, shape in enumerate(self.shape.conv)
@@ -118,7 +118,8 @@ class SpeculativeMambaState(MambaState):
 
 
 class MambaPool:
-    """`size` states and the sink. Called by the scheduler thread; `mamba2_layer_cache` also by the forward.
+    """A pool of `size` states and state 0 for padding. The scheduler thread calls it; the forward pass also calls
+    `mamba2_layer_cache`.
 
     Ids are int64 tensors on `device`. `free_slots` is replaced, never written in place, and allocated from the front.
     Only `check`, CPU copies and, with HICACHE_DEBUG=1, the checks of frees and copies wait for the device. Kernels run
@@ -153,7 +154,7 @@ class MambaPool:
             self.mamba_cache = self._allocate(spec_state_size or size, speculative_num_draft_tokens)
         self._tensors = (*self.mamba_cache.conv, self.mamba_cache.temporal)
         self.free_slots: torch.Tensor
-        self._owned: set[int] | None  # the allocated states; None if calls are not checked
+        self._owned: set[int] | None  # the allocated states; None if calls are not verified
         self.mem_usage = sum(x.nbytes for x in self._all_tensors()) / (1 << 30)
         self.clear()
 
@@ -163,23 +164,26 @@ class MambaPool:
 
     @cached_property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """One space, whose slots are states and whose pages have one slot."""
+        """One slot space, whose slots are states and whose pages have one slot."""
         return (SlotSpace(MAMBA, self.layout, self.size + 1, self.device, self.layer_buffers),)
 
     def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The conv windows and the temporal state of a global layer id, `[states, ...row]` in the layout's order."""
+        """Return the conv windows and the temporal state of a layer, given its global id: `[states, ...row]` in the
+        layout's order."""
         dense = self._dense_id(layer_id)
         return tuple(x[dense] for x in self._tensors)
 
     def mamba2_layer_cache(self, layer_id: int) -> MambaState:
-        """Views of one layer, by global id, after waiting for it; ShapeError lists the Mamba layers."""
+        """Return views of one layer, given its global id, after waiting until the layer is loaded. A ShapeError lists
+        the Mamba layers."""
         dense = self._dense_id(layer_id)
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(dense)
         return self.mamba_cache.at_layer(dense)
 
     def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
-        """Make `mamba2_layer_cache`, copies and moves wait for their layers, by dense index, with this counter."""
+        """Make `mamba2_layer_cache`, copies and moves wait for layers, given by dense index, with this transfer
+        counter."""
         self.layer_transfer_counter = counter
 
     def compile(self) -> None:
@@ -193,14 +197,15 @@ class MambaPool:
         return self.free_slots.numel()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate `need_size` zeroed states; None, without any change, if too few are free."""
+        """Allocate `need_size` zeroed states. Returns None, without any change, if too few are free."""
         slots = self._take(need_size)
         if slots is not None:
             clear_states(self._tensors, slots, self._kernels)
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free states. Copies the ids. On CPU tensors, or with HICACHE_DEBUG=1, DoubleFree, without any change."""
+        """Free states. The ids are copied. On CPU tensors, or with HICACHE_DEBUG=1, DoubleFree is raised before any
+        change."""
         slots = free_index.reshape(-1).to(torch.int64)
         if not slots.numel():
             return
@@ -232,13 +237,14 @@ class MambaPool:
         self._owned = set() if self._check_calls else None
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """Copy states `indices`: `[layer][chunk](buffers)` in the layout's order, pinned on CUDA. Waits for the
-        device."""
+        """Copy states `indices` to the CPU as `[layer][chunk](buffers)` in the layout's order, in pinned memory on
+        CUDA. Waits for the device."""
         self._wait_all()
         return rows_to_cpu([self.layer_buffers(layer_id) for layer_id in self.layers], indices.reshape(-1))
 
     def load_cpu_copy(self, mamba_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
-        """Write a copy of `get_cpu_copy` to the same number of states, possibly other ones. Waits for the device."""
+        """Write a copy made by `get_cpu_copy` to the same number of states, possibly other states. Waits for the
+        device."""
         rows_from_cpu(mamba_cache_cpu, [self.layer_buffers(i) for i in self.layers], indices.reshape(-1))
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
-"""Base of pools whose layers have arbitrary global ids: it maps each id to a layer of an inner pool.
+"""Base of pools whose layers have arbitrary global ids: each global id is mapped to a layer of an inner pool.
 
-Owns the map; the inner pools own the tensors.
+`MappedKVPool` owns this map; the inner pools own the tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MappedKVPool(KVCache):
         device: str | torch.device,
         enable_memory_saver: bool,
     ) -> None:
-        """`layers`: for each global layer id, its inner pool and its dense id there."""
+        """`layers` has, for each global layer id, the inner pool of the layer and its dense id in that pool."""
         super().__init__(size, page_size, dtype, len(layers), device, enable_memory_saver)
         self._layers = dict(sorted(layers.items()))
         self._positions = {layer_id: position for position, layer_id in enumerate(self._layers)}
@@ -78,13 +78,14 @@ class MappedKVPool(KVCache):
         return pool.load_kv(dense_id, self._slots_of_layer(layer_id, indices))
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """Copy rows of all layers in order of their ids; each layer is read at its inner pool's slots of `indices`."""
+        """Copy rows of all layers to the CPU in order of their ids. Each layer is read at the slots of its inner pool
+        that correspond to `indices`."""
         self._wait_all()
         copies = {pool: iter(pool.get_cpu_copy(self._slots_in(pool, indices))) for pool in self._pools}
         return [next(copies[pool]) for pool, _ in self._layers.values()]
 
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
-        """Write a copy of `get_cpu_copy` to the same number of slots, possibly other ones."""
+        """Write a copy made by `get_cpu_copy` to the same number of slots, possibly other slots."""
         if len(kv_cache_cpu) != self.layer_num:
             raise ShapeError(f"a copy of {len(kv_cache_cpu)} layers for a pool of {self.layer_num}")
         for pool in self._pools:
@@ -92,7 +93,7 @@ class MappedKVPool(KVCache):
             pool.load_cpu_copy([rows for (owner, _), rows in owners if owner is pool], self._slots_in(pool, indices))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy slots in every layer, at the slots of its inner pool; sources and targets may overlap."""
+        """Copy slots in every layer, translated to the slots of its inner pool. Sources and targets may overlap."""
         self._wait_all()
         for pool in self._pools:
             pool.move_kv_cache(self._slots_in(pool, tgt_loc), self._slots_in(pool, src_loc))
@@ -102,7 +103,7 @@ class MappedKVPool(KVCache):
         return slots
 
     def _slots_of_layer(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
-        """Translate slots of this pool to slots of the layer's inner pool, to store this layer."""
+        """Translate slots of this pool to the slots of a layer's inner pool, in order to store the layer."""
         return loc
 
     def _spans_of(self, layer_id: int) -> tuple[int, ...]:

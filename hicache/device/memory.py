@@ -1,7 +1,7 @@
 """Allocates device memory for pools and tables: in the memory saver's region, from a custom pool, or from torch.
 
-Owns the process's NVLink memory pools, one per device. This is the only module that uses `torch_memory_saver` and
-Mooncake's allocator.
+The module owns the process's NVLink memory pools, one per device. This is the only module that uses
+`torch_memory_saver` and Mooncake's allocator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def allocation_region(enable_memory_saver: bool) -> Iterator[None]:
 
 @contextmanager
 def custom_pool_region(device: torch.device) -> Iterator[None]:
-    """Allocate GPU memory from the pool that `HICACHE_CUSTOM_MEM_POOL` names; no effect on other devices."""
+    """Allocate GPU memory from the pool that `HICACHE_CUSTOM_MEM_POOL` names. This has no effect on other devices."""
     if device.type != "cuda" or custom_mem_pool() is None:
         yield
         return
@@ -46,8 +46,8 @@ def custom_pool_region(device: torch.device) -> Iterator[None]:
 
 @cache
 def nvlink_pool(device: torch.device) -> Any:
-    """The `torch.cuda.MemPool` over Mooncake's NVLink allocator. Built once and kept, as it must outlive its
-    tensors."""
+    """Return the `torch.cuda.MemPool` over Mooncake's NVLink allocator. It is built once and kept, because it must
+    outlive its tensors."""
     try:
         from mooncake.allocator import NVLinkAllocator
     except ImportError as error:
@@ -61,7 +61,7 @@ def nvlink_pool(device: torch.device) -> Any:
 def allocate_zeros(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, setting: str = "device_tokens"
 ) -> list[torch.Tensor]:
-    """Allocate zero-filled tensors, all or none. OutOfMemory names the bytes needed, the bytes free and `setting`."""
+    """Allocate all zero-filled tensors or none. An OutOfMemory names the bytes needed, the bytes free and `setting`."""
     needed = sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
     free = None
     if device.type == "cuda":
@@ -91,8 +91,8 @@ class LazyLayers:
         return len(self._layers)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        """The buffers of a layer. ConfigError if a layer is first used within a CUDA graph capture, OutOfMemory if it
-        does not fit."""
+        """Return the buffers of a layer. Raises ConfigError if a layer is first used within a CUDA graph capture, and
+        OutOfMemory if it does not fit."""
         buffers = self._layers[index]
         if buffers is None:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -42,7 +42,7 @@ class MHATokenToKVPool(RowPool):
         enable_kv_cache_copy: bool = False,
         lazy: bool = False,
     ) -> None:
-        """ConfigError for sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
+        """Raise ConfigError for sizes below 1 or a missing memory saver, and OutOfMemory that names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self.head_num = head_num
         self.head_dim = head_dim
@@ -77,8 +77,8 @@ class MHATokenToKVPool(RowPool):
         current.wait_stream(self._alt_stream)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy slots `src_loc` to `tgt_loc` in every layer; they may overlap. The Triton kernels need one launch for
-        all layers, or a few launches for many tokens."""
+        """Copy slots `src_loc` to `tgt_loc` in every layer; sources and targets may overlap. The Triton kernels need
+        one launch for all layers, or a few launches for many tokens."""
         if self._kernels == "torch":
             super().move_kv_cache(tgt_loc, src_loc)
             return

@@ -35,7 +35,7 @@ class MLATokenToKVPool(RowPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """ConfigError for sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
+        """Raise ConfigError for sizes below 1 or a missing memory saver, and OutOfMemory that names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
         self.kv_lora_rank = kv_lora_rank
@@ -58,7 +58,7 @@ class MLATokenToKVPool(RowPool):
         return []
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """The first `kv_lora_rank` columns of the rows, a view `[slots, 1, rank]`."""
+        """Return the first `kv_lora_rank` columns of the latent rows as a view `[slots, 1, rank]`."""
         return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
 
     def set_kv_buffer(
@@ -70,7 +70,7 @@ class MLATokenToKVPool(RowPool):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Store complete rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. They contain the values;
+        """Store complete rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. The rows contain the values;
         `cache_v` and `v_scale` are ignored."""
         index = self._index(layer)
         self._check_loc(loc)
@@ -89,8 +89,8 @@ class MLATokenToKVPool(RowPool):
     def get_mla_kv_buffer(
         self, layer: LayerRef, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows at `loc` in two parts, `[tokens, 1, rank]` and `[tokens, 1, rope]`, new tensors of `dst_dtype`
-        (default: the pool's), after waiting for the layer."""
+        """Return the latent rows at `loc` in two parts, `[tokens, 1, rank]` and `[tokens, 1, rope]`, as new tensors of
+        `dst_dtype` (default: the pool's dtype), after waiting until the layer is loaded."""
         self._check_loc(loc)
         buffer = self._stored[self._wait_for(layer)][0]
         parts = get_latent(buffer, loc, self.kv_lora_rank, self.qk_rope_head_dim, self._kernels)

@@ -45,7 +45,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
     """MLA's `kv_buffer`, and `index_k_with_scale_buffer[i]`: uint8 `[pages, 132 * page_size]` of layer
     `start_layer + i`.
 
-    Moves and CPU copies are per token, transfers to the host per device page.
+    Slots are moved and copied to the CPU token by token; transfers to the host copy complete device pages.
     """
 
     def __init__(
@@ -95,18 +95,20 @@ class NSATokenToKVPool(MLATokenToKVPool):
         return latent, *by_token
 
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
-        """The layer's index keys and scales as stored, uint8 `[pages, 132 * page_size]`, after waiting for it."""
+        """Return the layer's index keys and scales as stored, uint8 `[pages, 132 * page_size]`, after waiting until the
+        layer is loaded."""
         return self.index_k_with_scale_buffer[self._wait_for(layer_id)]
 
     def get_index_k_continuous(self, layer_id: int, seq_len: int, page_indices: torch.Tensor) -> torch.Tensor:
-        """The index keys of a sequence's first `seq_len` tokens, whose pages are `page_indices` (int32 or int64), in
-        one tensor: uint8 `[seq_len, 128]`, to be viewed as float8_e4m3fn. ShapeError if the pages hold fewer tokens."""
+        """Return the index keys of a sequence's first `seq_len` tokens in one tensor, uint8 `[seq_len, 128]`, to be
+        viewed as float8_e4m3fn. `page_indices` (int32 or int64) are the pages of the sequence. Raises ShapeError if
+        these pages have fewer tokens."""
         buffer = self._pages_of(layer_id, seq_len, page_indices)
         return gather_index_keys(buffer, page_indices, seq_len, self.page_size, self._kernels)
 
     def get_index_k_scale_continuous(self, layer_id: int, seq_len: int, page_indices: torch.Tensor) -> torch.Tensor:
-        """The scales of the index keys of a sequence's first `seq_len` tokens: uint8 `[seq_len, 4]`, to be viewed as
-        float32. ShapeError if the pages hold fewer tokens."""
+        """Return the scales of the index keys of a sequence's first `seq_len` tokens, uint8 `[seq_len, 4]`, to be
+        viewed as float32. Raises ShapeError if the pages have fewer tokens."""
         buffer = self._pages_of(layer_id, seq_len, page_indices)
         return gather_index_scales(buffer, page_indices, seq_len, self.page_size, self._kernels)
 

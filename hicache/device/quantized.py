@@ -51,7 +51,7 @@ class QuantizedKVCache(RowPool):
         end_layer: int | None = None,
         kv_dtype: Literal["int8", "fp8"] = "int8",
     ) -> None:
-        """ConfigError for sizes below 1, an unknown `kv_dtype` or a `dtype` of 8 bits; OutOfMemory names
+        """Raise ConfigError for sizes below 1, an unknown `kv_dtype` or a `dtype` of 8 bits, and OutOfMemory that names
         `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         if kv_dtype not in _STORED:
@@ -74,16 +74,17 @@ class QuantizedKVCache(RowPool):
         )
 
     def get_quantized_buffer(self, layer_id: int) -> QuantizedLayer:
-        """A layer as stored, after waiting for it. Views, valid as long as the pool."""
+        """Return a layer as stored, after waiting until the layer is loaded. The tensors are views, valid as long as
+        the pool."""
         return QuantizedLayer(*self._stored[self._wait_for(layer_id)])
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """All keys `[slots, heads, dim]` of a layer, dequantised into a new tensor of `dtype`."""
+        """Return all keys of a layer, dequantised into a new tensor `[slots, heads, dim]` of `dtype`."""
         layer = self.get_quantized_buffer(layer_id)
         return dequantise_kv([layer.k], [layer.k_scale], None, self.dtype, self._kernels)[0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """All values `[slots, heads, dim]` of a layer, dequantised into a new tensor of `dtype`."""
+        """Return all values of a layer, dequantised into a new tensor `[slots, heads, dim]` of `dtype`."""
         layer = self.get_quantized_buffer(layer_id)
         return dequantise_kv([layer.v], [layer.v_scale], None, self.dtype, self._kernels)[0]
 
@@ -91,12 +92,12 @@ class QuantizedKVCache(RowPool):
         return self._read(layer_id, None)
 
     def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at slots `indices [tokens]`, gathered and dequantised to `dtype` in one launch."""
+        """Gather keys and values at slots `indices [tokens]` and dequantise them to `dtype`, in one launch."""
         self._check_loc(indices)
         return self._read(layer_id, indices)
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
-        """Quantise and store rows divided by their scales, in one launch."""
+        """Divide rows by their scales, quantise them and store them, in one launch."""
         stored, (k, v, k_scale, v_scale) = QuantizedLayer(*self._stored[index]), rows
         if k_scale is not None or v_scale is not None:
             k, v = cast_rows(k, torch.float32, k_scale), cast_rows(v, torch.float32, v_scale)

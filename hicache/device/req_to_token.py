@@ -3,7 +3,7 @@
     row 0           the sink for padding, never allocated
     rows [1, size]  one for each request; columns [0, req_lens[row]) hold slots
 
-Owns the table, not the slots in it.
+The request table owns its rows, but not the slots in them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReqToTokenPool:
         with allocation_region(enable_memory_saver):
             (self.req_to_token,) = allocate_zeros([(size + 1, max_context_len)], torch.int32, self.device)
         self.req_lens = torch.zeros(size + 1, dtype=torch.int32)
-        self._lens = self.req_lens.numpy()  # numpy writes a single element many times faster than torch
+        self._lens = self.req_lens.numpy()  # numpy writes one element many times faster than torch
         self.generation = [0] * (size + 1)
         self._taken = [False] * (size + 1)
         self.free_slots = list(range(size, 0, -1))
@@ -62,7 +62,8 @@ class ReqToTokenPool:
     def alloc(
         self, need_size: int | Sequence[TableRequest] | None = None, reqs: Sequence[TableRequest] | None = None
     ) -> int | list[int] | None:
-        """Allocate `need_size` rows, or a row for each request; None, without any change, if too few are free.
+        """Allocate `need_size` rows, or one row for each request. Returns None, without any change, if too few rows are
+        free.
 
         Either argument may be the requests; if both are given, `need_size` must be their number (else ShapeError). A
         request that has a row (`req_pool_idx`) keeps it; InvariantError if that row is not allocated. Without
@@ -80,8 +81,8 @@ class ReqToTokenPool:
         return rows[0] if rows else -1
 
     def free(self, what: int | Sequence[int] | TableRequest) -> None:
-        """Free one row, several rows, or a request's row, whose `req_pool_idx` becomes None. DoubleFree, without any
-        change, for a row that is not allocated."""
+        """Free one row, several rows, or the row of a request, whose `req_pool_idx` becomes None. Raises DoubleFree,
+        before any change, for a row that is not allocated."""
         if isinstance(what, int):
             self._free([what])
         elif isinstance(what, Sequence):
@@ -96,12 +97,14 @@ class ReqToTokenPool:
         self, indices: tuple[int | torch.Tensor, slice | int | torch.Tensor] | list[int], values: torch.Tensor
     ) -> None:
         """`req_to_token[indices] = values`: slots for (row, slice), tensors of rows and positions, or complete rows."""
-        # With a slice, torch accepts values of any integer type; with other indices, only of the table's type.
+        # If the index is a slice, torch accepts values of any integer type. With other indices, the values must have
+        # the dtype of the table.
         is_slice = isinstance(indices, tuple) and isinstance(indices[1], slice)
         self.req_to_token[indices] = values if is_slice else values.to(torch.int32)
 
     def set_token_loc(self, req_idx: int, start: int, kv_indices: torch.Tensor) -> None:
-        """Write the slots of tokens [start, start + n) of a row and set its length. ShapeError beyond the columns."""
+        """Write the slots of tokens [start, start + n) of a row and set the length of the row. Raises ShapeError if
+        start + n exceeds the number of columns."""
         end = start + kv_indices.numel()
         if not self._holds(req_idx):
             raise ShapeError(f"row {req_idx} is not allocated; rows are 1..{self.size}")
@@ -119,7 +122,8 @@ class ReqToTokenPool:
         self.free_slots = list(range(self.size, 0, -1))
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: rows free twice, free and allocated, or neither; row 0 in use."""
+        """Raise InvariantError with all violations: a row that is free twice, free and allocated, or neither; row 0 in
+        use."""
         violations = []
         free = set(self.free_slots)
         if len(free) != len(self.free_slots):

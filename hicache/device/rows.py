@@ -27,7 +27,8 @@ class Row:
 
 
 class KVRows(NamedTuple):
-    """Keys and values `[tokens, heads, dim]` of one dtype that the kernels accept, and the scales to divide them by."""
+    """Keys and values `[tokens, heads, dim]` of one dtype that the kernels accept, and the scales by which the kernels
+    divide."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -73,13 +74,14 @@ class RowPool(KVCache):
         self._store(index, loc, self._storable_kv(cache_k, cache_v, loc.numel(), k_scale, v_scale))
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
-        """Store rows divided by their scales in a layer (dense index). The kernel converts them, and clamps them to the
-        range of fp8."""
+        """Store rows, divided by their scales, in a layer (dense index). The kernel converts rows to the store dtype
+        and clamps them to the range of fp8."""
         k_buffer, v_buffer = (self._as_read(buffer) for buffer in self._stored[index][:2])
         store_kv(rows.k, rows.v, k_buffer, v_buffer, loc, self._kernels, rows.k_scale, rows.v_scale)
 
     def _build(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Allocate `[layers, slots, ...row]`, or `[layers, pages, ...row]`, for each kind of row, all or none.
+        """Allocate `[layers, slots, ...row]`, or `[layers, pages, ...row]`, for each kind of row: either all tensors or
+        none.
 
         OutOfMemory names `device_tokens`. Returns the tensors in the order of `rows`.
         """
@@ -96,7 +98,7 @@ class RowPool(KVCache):
             return buffers
 
         with allocation_region(self.enable_memory_saver):
-            pass  # if the package is missing, raise now instead of at the first store
+            pass  # raises now, instead of at the first store, if the package is missing
         self._describe(rows)
         self.mem_usage = 0.0
         self._stored = layers = LazyLayers(self.layer_num, self.device, allocate)
@@ -159,8 +161,8 @@ class RowPool(KVCache):
         """Convert rows `[tokens, heads, dim]` and a scale to a form that the store kernels accept; `rows` itself is not
         modified.
 
-        Returned rows are contiguous, and float32 if the kernels do not convert their dtype. The returned scale is one
-        number or None: rows are divided here by a scale with more elements, for example one number per head.
+        The returned rows are contiguous, and float32 if the kernels do not convert their dtype. The returned scale is
+        one number or None: rows are divided here by a scale with more elements, for example one number per head.
         """
         self._check_rows(rows, expected, name)
         if isinstance(scale, torch.Tensor):

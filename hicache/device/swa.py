@@ -3,7 +3,7 @@
     full slots    [0, size + page_size)        held by requests and trees; full-attention layers store there
     window slots  [0, size_swa + page_size)    window layers store there; a full slot is mapped to one, or to 0
 
-Owns both pools; the allocator owns the mapping.
+The pool owns both inner pools; the allocator owns the mapping.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hicache.tiers import FULL, SWA
 
 @dataclass(frozen=True)
 class _Translation:
-    """The window slots of a forward's `loc`; valid while `state` is unchanged."""
+    """The window slots that belong to the `loc` of a forward pass; valid while `state` is unchanged."""
 
     loc: torch.Tensor
     state: tuple[int, int, bool]
@@ -60,7 +60,8 @@ class SWAKVPool(MappedKVPool):
         swa_head_dim: int | None = None,
         swa_v_head_dim: int | None = None,
     ) -> None:
-        """`swa_head_num`, `swa_head_dim`, `swa_v_head_dim`: sizes of window layers, if they differ from full layers.
+        """`swa_head_num`, `swa_head_dim` and `swa_v_head_dim` are sizes of window layers, if they differ from full
+        layers.
 
         ConfigError for layer ids that are missing, duplicate or of both kinds, and for `enable_kvcache_transpose`.
         """
@@ -93,7 +94,7 @@ class SWAKVPool(MappedKVPool):
 
     @property
     def layout(self) -> PoolLayout:
-        """Raises ConfigError: there are two layouts."""
+        """Raises ConfigError, because the pool has two layouts."""
         raise ConfigError("SWAKVPool has two slot spaces with a layout each; use slot_spaces")
 
     @cached_property
@@ -114,7 +115,8 @@ class SWAKVPool(MappedKVPool):
         )
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """Use the allocator's mapping, int64 [slots], which the allocator updates in place. ShapeError if too short."""
+        """Use the allocator's mapping, int64 [slots], which the allocator updates in place. Raises ShapeError if the
+        mapping is too short."""
         slots = self.size + self.page_size
         if full_to_swa_index_mapping.dim() != 1 or full_to_swa_index_mapping.numel() < slots:
             raise ShapeError(
@@ -128,7 +130,8 @@ class SWAKVPool(MappedKVPool):
         self.translate_loc_from_full_to_swa(torch.zeros(1, dtype=torch.int64, device=self._tensor_device))
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots. One launch."""
+        """Return the window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots. Needs one
+        launch."""
         if self.full_to_swa_index_mapping is None:
             raise ConfigError("no mapping is registered; build SWATokenToKVPoolAllocator with kvcache=this pool")
         return translate_slots(self.full_to_swa_index_mapping, loc, self._kernels)
@@ -137,7 +140,7 @@ class SWAKVPool(MappedKVPool):
         return self.translate_loc_from_full_to_swa(slots) if pool is self.swa_kv_pool else slots
 
     def _slots_of_layer(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
-        """The window slots of a window layer, 0 (the sink) for unmapped slots.
+        """Return the slots at which a layer stores: in a window layer, the window slots, 0 for unmapped slots.
 
         The first window layer always translates, so that a CUDA graph captures the translation. A later layer
         translates only if `loc` is another tensor, or if `loc` or the mapping was written since.
@@ -154,5 +157,5 @@ class SWAKVPool(MappedKVPool):
 
 
 def _version(x: torch.Tensor) -> int:
-    """Number of in-place writes to `x`; 0 for tensors of inference mode, which do not count writes."""
+    """Return the number of in-place writes to `x`; 0 for tensors of inference mode, which do not count writes."""
     return 0 if x.is_inference() else x._version

@@ -1,8 +1,9 @@
 """One block of CPU memory, pinned once, that is divided into all host pages.
 
-Owns the mapping and its registration with CUDA. Threads near the GPU touch the memory in parallel before it is pinned:
-allocating and clearing memory pages is the slow part, and the driver does it with a single thread. Memory is pinned in
-chunks of complete rows. A copy must not cross the end of a chunk, because CUDA registers each chunk separately.
+The arena owns the mapping and its registration with CUDA. Threads near the GPU touch the memory in parallel before it
+is pinned: allocating and clearing memory pages is the slow part, and the driver does it with a single thread. Memory is
+pinned in chunks of complete rows. A copy must not cross the end of a chunk, because CUDA registers each chunk
+separately.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ class CudaRegistry:
         self._cudart: Any = torch.cuda.cudart()
 
     def near(self) -> frozenset[int]:
-        """CPUs from which the memory should be touched first; empty for no preference."""
+        """Return the CPUs that should touch the memory first; empty for no preference."""
         return cpus_near(pci_address(self._device), usable_cpus())
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock `[address, address + num_bytes)`; returns None, or the reason for the failure."""
+        """Page-lock `[address, address + num_bytes)`. Returns None, or the reason for a failure."""
         return self._call(self._cudart.cudaHostRegister, address, num_bytes, 0)
 
     def unregister(self, address: int) -> str | None:
-        """Undo the registration that began at `address`; returns None, or the reason for the failure."""
+        """Undo the registration that began at `address`. Returns None, or the reason for a failure."""
         return self._call(self._cudart.cudaHostUnregister, address)
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate page-locked memory; returns its address, to be passed to `free`, or 0 if there is none."""
+        """Allocate page-locked memory. Returns its address, which is passed to `free`, or 0 if there is none."""
         address = ctypes.c_void_p()
         with torch.cuda.device(self._device):
-            # Not through torch, which allocates pinned memory only in powers of two.
+            # torch is not used here, because it allocates pinned memory only in powers of two.
             ctypes.CDLL("libcuda.so.1").cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0)
         return address.value or 0
 
@@ -67,12 +68,14 @@ class CudaRegistry:
             ctypes.CDLL("libcuda.so.1").cuMemFreeHost(ctypes.c_void_p(address))
 
     def _call(self, function: Callable[..., Any], *arguments: int) -> str | None:
-        # With the engine's device current: a call with another one would create a context there, which takes memory.
+        # Make the engine's device current: a call with another device current would create a context there, which takes
+        # memory.
         with torch.cuda.device(self._device):
             status = function(*arguments)
             if int(status) == 0:
                 return None
-            # CUDA reports the error of a failed call again at this thread's next kernel launch; launch one here.
+            # CUDA reports the error of a failed call again at this thread's next kernel launch. Therefore launch a
+            # kernel here.
             try:
                 torch.ones(1, device=self._device)
             except RuntimeError as error:
@@ -83,8 +86,8 @@ class CudaRegistry:
 class PinnedRows:
     """Page-locks `data`, contiguous uint8 [rows, row_bytes], in chunks of `rows_per_chunk` complete rows.
 
-    The caller owns the memory: private, or shared with other processes, each of which locks it for its own GPUs. Unlock
-    it with `close` before it is unmapped. OutOfMemory names `setting`.
+    The caller owns the memory: it is private, or shared with other processes, each of which locks it for its own GPUs.
+    Unlock it with `close` before it is unmapped. OutOfMemory names `setting`.
     """
 
     def __init__(
@@ -101,9 +104,10 @@ class PinnedRows:
         registry = CudaRegistry(device) if registry is None else registry
         pinned: list[int] = []
         self._data = data
-        # Unpins also if the object is freed without `close`: memory unmapped while registered cannot be used again.
+        # The finalizer also unpins if the object is freed without `close`: memory that is unmapped while registered
+        # cannot be used again.
         self._unpin = weakref.finalize(self, _unregister, registry, pinned)
-        self._unpin.atexit = False  # at exit the driver unpins faster
+        self._unpin.atexit = False  # at exit, the driver unpins faster than this process
         try:
             for first in range(0, rows, self.rows_per_chunk):
                 start = data.data_ptr() + first * row_bytes
@@ -120,7 +124,7 @@ class PinnedRows:
             raise
 
     def close(self) -> None:
-        """Unpin. Idempotent."""
+        """Unpin the memory. May be called again."""
         self._unpin()
 
 
@@ -129,7 +133,7 @@ class PinnedArena:
 
     Row r lies in chunk r // `rows_per_chunk`. Without `pin` the system allocates memory when it is first written. With
     `pin` all memory is allocated when the constructor returns, and a forked child cannot access it. Built and closed by
-    the engine's thread; transfer streams and disk readers copy into it. An OutOfMemory names `setting`.
+    the engine's thread; transfer streams and disk readers copy into it. OutOfMemory errors name `setting`.
 
     `shared`: a store process may map the memory too, from `descriptor` (otherwise -1), which `close` closes.
     """
@@ -150,21 +154,23 @@ class PinnedArena:
         require(total, setting)
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
         self.descriptor = _memory_file(total, setting) if shared else -1
-        # Closes the file also if the object is freed without `close`, for example because building the engine failed;
-        # otherwise its memory would stay allocated.
+        # The finalizer also closes the file if the object is freed without `close`, for example because building the
+        # engine failed. Otherwise the memory would stay allocated.
         self._forget = weakref.finalize(self, _close_file, self.descriptor)
         mapping = _map(total, setting, self.descriptor)
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)[:total].view(rows, row_bytes)
         self._pins: PinnedRows | None = None
         if pin:
-            # After a fork the next write to a memory page would copy it, and the GPU would keep using the old page.
+            # After a fork, the next write to a memory page would copy the page, and the GPU would continue to use the
+            # old one.
             mapping.madvise(mmap.MADV_DONTFORK)
             registry = CudaRegistry(device) if registry is None else registry
             touch(self.data.numpy(), registry.near(), setting)
             self._pins = PinnedRows(self.data, setting=setting, registry=registry, chunk_bytes=chunk_bytes)
 
     def close(self) -> None:
-        """Unpin. Idempotent. The memory is released when the last tensor that refers to it is freed."""
+        """Unpin the memory. May be called again. The memory is released when the last tensor that refers to it is
+        freed."""
         if self._pins is not None:
             self._pins.close()
         self._forget()
@@ -181,7 +187,8 @@ def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRe
     if not address:
         raise OutOfMemory(f"CUDA cannot allocate {num_bytes} bytes of CPU memory; lower {setting}")
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    weakref.finalize(memory, registry.free, address).atexit = False  # at exit the driver frees faster
+    # at exit, the driver frees faster than this process
+    weakref.finalize(memory, registry.free, address).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8).view(rows, row_bytes)
 
 
@@ -218,13 +225,14 @@ def _touch_spans(spans: list[tuple[int, int]]) -> None:
 
 
 def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:
-    """Map zeros; private memory without a descriptor, because shared memory seldom has huge pages."""
+    """Map zero-filled memory. Without a descriptor the memory is private, because shared memory seldom has huge
+    pages."""
     flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         mapping = mmap.mmap(descriptor, max(num_bytes, 1), flags=flags)
-    except OSError as error:  # overcommit is off, or an address space limit
+    except OSError as error:  # overcommit is off, or the address space is limited
         raise OutOfMemory(f"cannot map {num_bytes} bytes of CPU memory ({error}); lower {setting}") from None
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # the kernel may lack huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
@@ -243,8 +251,8 @@ def _close_file(descriptor: int) -> None:
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    """Number of rows that fit in `chunk_bytes`, rounded so that a chunk ends at the end of a memory page: CUDA locks
-    complete memory pages and refuses a page that another chunk has locked."""
+    """Return the number of rows of a chunk of `chunk_bytes`, rounded so that a chunk ends at the end of a memory page.
+    CUDA locks complete memory pages and refuses a page that another chunk has locked."""
     step_rows = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(1, chunk_bytes // (row_bytes * step_rows)) * step_rows
 

@@ -1,6 +1,6 @@
-"""Memory that this process can still allocate: the machine's free memory, limited by cgroups, minus a reserve.
+"""The memory that this process can still allocate: the machine's free memory, limited by cgroups, minus a reserve.
 
-Paths are parameters: tests describe a machine by a tree of files.
+Paths are parameters, so that tests can describe a machine by a tree of files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FREE_RESERVE = 8  # a tier of size "free" leaves 1/8 of the free memory
 class _Controller:
     """Names of the memory files of one generation of cgroups.
 
-    `reclaimable`: fields of `memory.stat`, summed over the subtree, with cached file pages. These count as usage, but
-    the kernel drops them before it refuses an allocation.
+    `reclaimable`: fields of `memory.stat`, summed over the subtree, with cached file pages. Cached file pages count as
+    usage, but the kernel drops them before it refuses an allocation.
     """
 
     limits: tuple[str, ...]
@@ -29,14 +29,15 @@ class _Controller:
     reclaimable: tuple[str, str]
 
 
-# Beyond memory.high a group is throttled, not killed; it stays throttled, because pinned pages cannot be reclaimed.
+# Above memory.high, a group is throttled and not killed. It stays throttled, because pinned pages cannot be reclaimed.
 _V2 = _Controller(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 _V1 = _Controller(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _OF_VERSION = {2: _V2, 1: _V1}
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes that can be allocated now without swapping: the minimum of the machine's and our cgroups' free memory.
+    """Return the bytes that can be allocated now without swapping: the minimum of the free memory of the machine and of
+    this process's cgroups.
 
     OSError if `proc` does not report the free memory.
     """
@@ -47,10 +48,11 @@ def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def require(asked_bytes: int, setting: str, available: int | None = None) -> None:
-    """Raise `OutOfMemory` naming `setting` unless `asked_bytes` and the reserve fit in `available` (None: read now)."""
+    """Raise `OutOfMemory` that names `setting` unless `asked_bytes` and the reserve fit in `available` (None: it is
+    read now)."""
     try:
         free = available_bytes() if available is None else available
-    except OSError:  # a container without /proc: the later allocation fails if there is too little memory
+    except OSError:  # in a container without /proc, the later allocation fails if there is too little memory
         return
     if asked_bytes + RESERVE_BYTES > free:
         raise OutOfMemory(
@@ -60,8 +62,9 @@ def require(asked_bytes: int, setting: str, available: int | None = None) -> Non
 
 
 def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
-    """Size in bytes of a tier with size "free": `available` minus an eighth, at least minus `RESERVE_BYTES`, which are
-    left to the system and later allocations. `OutOfMemory` names `setting` if fewer than `minimum` bytes remain."""
+    """Return the size in bytes of a tier with size "free": `available` minus an eighth, or minus `RESERVE_BYTES` if
+    that is more. The rest is left to the system and to later allocations. Raises `OutOfMemory` that names `setting` if
+    fewer than `minimum` bytes remain."""
     found = available - max(RESERVE_BYTES, available // _FREE_RESERVE)
     if found < minimum:
         raise OutOfMemory(
@@ -92,7 +95,7 @@ def _meminfo(path: Path, field: str) -> int:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Parse lines of `name number`; empty if the file does not exist."""
+    """Parse lines of `name number`. Returns an empty dict if the file does not exist."""
     try:
         pairs = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -18,13 +18,14 @@ import torch
 from hicache.storage.memory import usable_cpus
 
 SYS = Path("/sys")
-MAX_THREADS = 16  # clearing pages is bound by memory bandwidth, which fewer cores saturate
+MAX_THREADS = 16  # limit, because clearing pages is bound by memory bandwidth, which few cores saturate
 
 Item = TypeVar("Item")
 
 
 def pci_address(device: torch.device) -> str | None:
-    """PCI address of a CUDA device in the format of sysfs (`0000:dc:00.0`); None if this torch does not report it."""
+    """Return the PCI address of a CUDA device in the format of sysfs (`0000:dc:00.0`), or None if this torch does not
+    report it."""
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
@@ -34,7 +35,7 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def cpus_near(address: str | None, allowed: Collection[int], sys: Path = SYS) -> frozenset[int]:
-    """The `allowed` CPUs on the node of the PCI device at `address`; empty for no preference.
+    """Return the `allowed` CPUs on the node of the PCI device at `address`; empty for no preference.
 
     There is no preference if the machine has a single node, if the device or its node (-1) is unknown, or if none of
     its CPUs is allowed.
@@ -51,7 +52,8 @@ def cpus_near(address: str | None, allowed: Collection[int], sys: Path = SYS) ->
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """`0-2,8` -> {0, 1, 2, 8}; empty text, a node without CPUs, is the empty set. ValueError for anything else."""
+    """Parse a list of CPUs: `0-2,8` gives {0, 1, 2, 8}, and empty text (a node without CPUs) gives the empty set.
+    Raises ValueError for anything else."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
@@ -60,7 +62,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collection[int]) -> None:
-    """Call `work` on every item from new threads, bound to `cpus` (empty: to none).
+    """Call `work` on every item from new threads, bound to `cpus` (empty: bound to none).
 
     Returns when all are done; raises the first error. The affinity of other threads does not change.
     """
@@ -72,10 +74,10 @@ def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collec
 
 
 def _bind(cpus: Collection[int]) -> None:
-    """Bind the calling thread to `cpus`; do nothing if there are none."""
+    """Bind the calling thread to `cpus`. Does nothing if `cpus` is empty."""
     if not cpus:
         return
     try:
         os.sched_setaffinity(0, cpus)
-    except OSError:  # these CPUs are no longer allowed: no preference
+    except OSError:  # these CPUs are no longer allowed, so the thread keeps its affinity
         return

@@ -1,8 +1,8 @@
 """The free list of host pages.
 
-A page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is a sink and never
-allocated. Allocation prefers one contiguous run, because the copy engine moves a run in one strided copy. The cost of
-all methods except `check` does not depend on the size of the pool.
+A host page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is for padding and
+never allocated. Allocation prefers one contiguous run, because the copy engine moves a run in one strided copy. The
+cost of all methods except `check` does not depend on the size of the pool.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ Run = tuple[int, int]
 
 
 class FreeRuns:
-    """The free pages of `marks`, int32 with one entry a page, and their runs by length for best fit.
+    """Tracks the free pages of `marks`, int32 with one entry per page, and their runs by length for best fit.
 
         marks[page] == 0   allocated
         marks[page] < 0    free; the first and the last page of a run of free pages hold minus its length
 
-    The first entry (the sink) and the last one are never free; all others are free at first. Only the pool uses it.
+    The first entry (page 0) and the last one are never free; all other pages are free at first. Only the pool uses it.
     There are few different lengths: n lengths need n * (n + 1) / 2 free pages, so a million pages have at most 1413.
     """
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
-        self._starts: dict[int, dict[int, None]] = {}  # by length; a dict is a set whose last entry is cheap to find
+        # starts of runs by length; a dict serves as a set whose last entry is found quickly
+        self._starts: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []  # the keys of `_starts`, ascending
         self.num_free = len(marks) - 2
         marks[[0, -1]], marks[1:-1] = 0, -1
         self._add(1, self.num_free)
 
     def take(self, num_pages: int) -> Pages:
-        """Allocate `num_pages` pages, which must be free, in the fewest possible runs; returns them ascending.
+        """Allocate `num_pages` pages, which must be free, in the fewest possible runs. Returns their ids, ascending.
 
         Best fit: take the shortest run with enough pages, so that long runs are not divided. If no run has enough, take
         the longest run, and repeat for the remaining pages.
@@ -68,7 +69,8 @@ class FreeRuns:
         return pages
 
     def give(self, pages: Pages) -> None:
-        """Free allocated pages, ascending and distinct; their runs are merged with adjacent free runs."""
+        """Free allocated pages, given in ascending order without duplicates. Their runs are merged with adjacent free
+        runs."""
         self._marks[pages] = -1
         self.num_free += len(pages)
         first = np.flatnonzero(np.diff(pages, prepend=-1) != 1)
@@ -81,7 +83,7 @@ class FreeRuns:
             self._add(start - before, before + length + behind)
 
     def check(self) -> list[str]:
-        """Violations: disagreements of the marks, the runs by length and the number of free pages."""
+        """Return the violations: disagreements between the marks, the runs by length and the number of free pages."""
         found = []
         free = self._marks < 0
         edges = np.flatnonzero(np.diff(free.astype(np.int8), prepend=0, append=0))
@@ -144,27 +146,27 @@ class HostPagePool:
             )
         rows = self.num_pages + 1
         self.arena = PinnedArena(rows, self.page_bytes, pin=pin, setting=setting, device=device, shared=shared)
-        # One entry for each page and one after the last: see `FreeRuns`.
+        # One entry for each page and one after the last, as `FreeRuns` requires.
         self._marks: Marks = np.empty(self.num_pages + 2, dtype=np.int32)
         self._free = FreeRuns(self._marks)
 
     @property
     def bytes_of(self) -> torch.Tensor:
-        """All pages, uint8 [num_pages + 1, page_bytes]."""
+        """Return all pages as uint8 [num_pages + 1, page_bytes]."""
         return self.arena.data
 
     def available(self) -> int:
         return self._free.num_free
 
     def alloc(self, num_pages: int) -> list[int] | None:
-        """Allocate `num_pages` pages in the fewest possible runs; returns ascending ids, or None if fewer are free."""
+        """Allocate `num_pages` pages in the fewest possible runs. Returns ascending ids, or None if fewer are free."""
         if num_pages > self._free.num_free:
             return None
         ids: list[int] = self._free.take(num_pages).tolist()
         return ids
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free pages. DoubleFree, without freeing any, if a page is free, foreign or named twice."""
+        """Free pages. Raises DoubleFree, before any is freed, if a page is free, foreign or passed twice."""
         if not len(pages):
             return
         ids: Pages = np.sort(np.asarray(pages, dtype=np.int64))
@@ -174,7 +176,7 @@ class HostPagePool:
         self._free.give(ids)
 
     def views(self, pages: Sequence[int]) -> PageRows:
-        """The bytes of each page, uint8 [page_bytes], sharing memory."""
+        """Return the bytes of each page, uint8 [page_bytes], as views that share memory."""
         return PageRows(self.arena.data.numpy(), [*pages])
 
     def check(self) -> None:
@@ -188,7 +190,7 @@ class HostPagePool:
 
 
 def _pages_of(runs: list[Run]) -> Pages:
-    """The pages of runs, in order."""
+    """Return the pages of runs, in order."""
     if len(runs) == 1:
         return np.arange(runs[0][0], runs[0][0] + runs[0][1], dtype=np.int64)
     starts, lengths = np.array(runs, dtype=np.int64).reshape(-1, 2).T

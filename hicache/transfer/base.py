@@ -1,10 +1,10 @@
 """The contract of a transfer backend: asynchronous copies between device slots and host pages.
 
 `load` (host to device) copies layer by layer and reports each layer to the counter under its load id; `store` (device
-to host) reports only its end. Both return at once. The rest of a copy may be queued later, when a caller waits for it
-or asks for its state. Operations complete in submission order within a direction. Until the operation is done, the
-caller keeps slots and pages from other uses and does not write to the tensors that name them. A failed operation sets
-`error`; then the bytes of its destination are undefined.
+to host) reports only its end. Both methods return at once. The rest of a copy may be queued on the device later, when a
+caller waits for it or asks for its state. The copies of one direction complete in the order of their submission. Until
+the operation is done, the caller keeps slots and pages from other uses and does not write to the tensors that name
+them. A copy that fails sets `error`; the bytes of its destination are then undefined.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class TransferOp(Protocol):
         """Block until `error` is final; returns at once if the copy can no longer fail."""
 
     def seconds(self) -> float:
-        """Duration of the copy, once done."""
+        """Return the duration of the copy, once it is done."""
 
 
 class TransferBackend(Protocol):
     """Copies pages; owns its streams or threads. Called by the scheduler thread.
 
-    `rest`, if the pool's pages are packed: int64 CPU [p], the second host page of each page that is raw
+    `rest`, if the pool's pages are packed, is int64 CPU [p]: the second host page of each unpacked page
     (`hicache.transfer.placed`).
     """
 
@@ -57,14 +57,14 @@ class TransferBackend(Protocol):
     ) -> TransferOp:
         """Copy host `pages` (int64 CPU [p]) to device `slots` (int64 [p * page_tokens]), reporting layers of `load_id`.
 
-        The copy waits, on the device, for work queued on the current stream, which may use the slots. `rest`: 0 for a
+        The copy waits, on the device, for work queued on the current stream, which may use the slots. `rest` is 0 for a
         packed page; None if all pages are packed.
         """
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> TransferOp:
         """Copy device `slots` to host `pages`, after the work queued on the current stream, which wrote the slots.
 
-        `rest`: if given, all pages are stored raw; if None, all are packed, if the pool packs pages.
+        If `rest` is given, all pages are stored unpacked. If it is None, a pool with packed pages packs all of them.
         """
 
     def stats(self) -> dict[str, float]:
@@ -77,5 +77,5 @@ class TransferBackend(Protocol):
         """Finish submitted operations, then release streams or threads."""
 
     def abandon(self, deadline_s: float) -> None:
-        """Abort copies; return when none runs, or at `deadline_s`, a time of `time.monotonic`. Called by any thread,
-        including a copy thread."""
+        """Abort copies. Returns when no copy runs, or at `deadline_s`, a time of `time.monotonic`. Any thread may call
+        this method, including a copy thread."""

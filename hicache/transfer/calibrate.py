@@ -1,8 +1,9 @@
-"""Measures the cost of each copy method between a device and the engine's own host pages, before their first use.
+"""Measures the cost of each copy method between a device and the engine's own host pages, before the pages are first
+used.
 
 Copies of two widths give two equations for two unknowns: the costs of a byte and of a piece. Each copy is queued behind
 other work, so that the device time does not include the host's time to issue it, which is measured separately. The
-copies write to pages; all pages are free at that time.
+copies write to host pages, which are all free at that time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from hicache.transfer.plan import ASSUMED, MIN_PIECE_BYTES, CopyCost, LinkDirect
 log = logging.getLogger(__name__)
 
 _BYTES = 32 << 20
-_MIN_BYTES = 8 << 20  # minimum size of a copy: smaller ones would show only latency
-_WIDER = 8  # width of the wide pieces, as a multiple of the narrow ones
+_MIN_BYTES = 8 << 20  # minimum size of a copy: a smaller copy would only show its latency
+_WIDER = 8  # width of the wide pieces, relative to the narrow ones
 _SAMPLES = 7
 
 
@@ -39,7 +40,8 @@ def measured_rates(
     without staging (None: not possible). Returns the assumed rates if there are too few pages to measure, or if a
     measurement fails, which is logged.
     """
-    layers = -(-MIN_PIECE_BYTES // layer_bytes)  # narrower pieces are avoided, and their costs differ
+    # narrower pieces are avoided when copies are planned, and their costs differ
+    layers = -(-MIN_PIECE_BYTES // layer_bytes)
     widths = [min(times * layers * layer_bytes, host.shape[1]) for times in (1, _WIDER)]
     counts = [min(len(host) - 1, _BYTES // width, buffer.numel() // width) for width in widths]
     if counts[0] * widths[0] < _MIN_BYTES or widths[0] == widths[1] or min(counts) < 1:
@@ -49,7 +51,7 @@ def measured_rates(
             link = _Link(host, buffer, list(zip(widths, counts, strict=True)))
             if zero_copy is None:
                 return Rates(up=link.direction(True), down=link.direction(False))
-            ids = torch.zeros(counts[1], dtype=torch.int64, device=buffer.device)  # all of them the sink
+            ids = torch.zeros(counts[1], dtype=torch.int64, device=buffer.device)  # every id is 0, the page for padding
             slots = torch.zeros(len(ids) * mover.page_tokens, dtype=torch.int64, device=buffer.device)
             (up_s, _), (down_s, _) = link.seconds(
                 lambda: zero_copy.load(ids, slots, 0, mover.num_layers),
@@ -62,14 +64,14 @@ def measured_rates(
 
 
 class _Link:
-    """Copies of `count` pieces of `width` bytes, for each of `pieces` (width, count)."""
+    """Times copies of `count` pieces of `width` bytes, for each of `pieces` (width, count)."""
 
     def __init__(self, host: torch.Tensor, buffer: torch.Tensor, pieces: list[tuple[int, int]]) -> None:
         self._buffer = buffer
         self._pieces = pieces
         self._page_bytes = host.shape[1]
         self._pitch = host.stride(0)
-        self._first = host.data_ptr() + self._pitch  # page 0 is the sink
+        self._first = host.data_ptr() + self._pitch  # page 0 is for padding
         self._stream = torch.cuda.Stream(buffer.device)
         self._blocker = torch.empty(_BYTES, dtype=torch.uint8, device=buffer.device)
 
@@ -82,8 +84,8 @@ class _Link:
         return LinkDirection(strided, batched, CopyCost(self._pieces[1][1] * self._page_bytes / zero_copy_s))
 
     def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
-        """Time copies in turns; returns for each the minimum seconds on the device and of issuing on the host. The
-        minimum, because other work on the machine can only add time."""
+        """Time copies in turns. Returns for each copy the minimum time on the device and the minimum time of issuing it
+        on the host, in seconds. The minimum is used because other work on the machine can only add time."""
         found: list[list[tuple[float, float]]] = [[] for _ in copies]
         with torch.cuda.stream(self._stream):
             for sample in range(_SAMPLES + 1):
@@ -106,7 +108,8 @@ class _Link:
         return begin.elapsed_time(end) / 1e3, issued
 
     def _cost(self, copy: Callable[[int, int, bool], None], up: bool) -> CopyCost:
-        """Solve seconds = bytes / bytes_per_s + pieces * piece_s for the two widths."""
+        """Compute the cost of a byte and of a piece from seconds = bytes / bytes_per_s + pieces * piece_s for the two
+        widths."""
         (w0, n0), (w1, n1) = self._pieces
         (t0, issue_s), (t1, _) = self.seconds(*(partial(copy, w, n, up) for w, n in self._pieces))
         b0, b1 = w0 * n0, w1 * n1

@@ -1,12 +1,13 @@
 """Calls of the copy engine on plain addresses: a strided copy, a batch of copies, and loads into consecutive slots.
 
-The batch calls the driver directly with numpy arrays; the Python binding takes lists and converts them page by page. If
-the slots of a run of pages are consecutive, the copy engine writes to them without staging and scattering:
+A batched copy calls the driver directly with numpy arrays, because the Python binding takes lists and converts them
+page by page. If the slots of a run of pages are consecutive, the copy engine writes to them without staging and
+scattering:
 
     run        k host pages with consecutive ids, k * page_tokens consecutive slots
     one call   a buffer of one layer of a run: k rows of the host, a page apart, to k * rows adjacent rows of the pool
 
-Slots must be known on the host, because their values decide how many runs there are.
+The slots must be in host memory, because their values determine the number of runs.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ def can_batch() -> bool:
 
 
 def copy_batched(dst: Addresses, src: Addresses, width: int, any_order: bool, stream: int) -> None:
-    """Queue a copy of `width` bytes from each address of `src` to the address in `dst` at the same index. TransferError
-    if the driver refuses it.
+    """Queue a copy of `width` bytes from each address of `src` to the address in `dst` at the same index. Raises
+    TransferError if the driver refuses the copy.
 
-    `any_order`: sources may be read in any order, and before work queued earlier; only for sources that no queued work
-    writes.
+    With `any_order`, sources may be read in any order, and before work that was queued earlier. This is only for
+    sources that no queued work writes.
     """
     call = batch_call()
     assert call is not None
@@ -85,7 +86,7 @@ def copy_batched(dst: Addresses, src: Addresses, width: int, any_order: bool, st
 
 @lru_cache(maxsize=1)
 def batch_call() -> Callable[..., int] | None:
-    """The driver's cuMemcpyBatchAsync_v2, None if it has none."""
+    """Return the driver's cuMemcpyBatchAsync_v2, or None if the driver lacks it."""
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
     except (OSError, AttributeError):
@@ -99,7 +100,7 @@ def batch_call() -> Callable[..., int] | None:
 
 @dataclass(frozen=True)
 class SlotRuns:
-    """Runs of pages with consecutive slots, and the first slot of each."""
+    """Runs of pages with consecutive slots, and the first slot of each run."""
 
     pages: PageRuns
     first_slot: Ids
@@ -109,12 +110,13 @@ class SlotRuns:
 
     @cached_property
     def copies(self) -> list[tuple[int, int, int]]:
-        """First page, number of pages and first slot of each run."""
+        """Return the first page, the number of pages and the first slot of each run."""
         return list(zip(self.pages.first_pages, self.pages.lengths, self.first_slot.tolist(), strict=True))
 
 
 class UnstagedCopier:
-    """Copies runs of host pages `[pages, page_bytes]` to the buffers of a mover's pool. Keeps no state of copies."""
+    """Copies runs of host pages `[pages, page_bytes]` to the buffers of a mover's pool. A copier stores no state of
+    copies."""
 
     def __init__(self, mover: PageMover, host: torch.Tensor, rows_per_chunk: int, device_page_tokens: int) -> None:
         """`device_page_tokens`: tokens of an allocator page, within which slots are consecutive."""
@@ -125,15 +127,17 @@ class UnstagedCopier:
         self._pitch = host.stride(0)
         self._table = mover.table
         segments = [segment for layer in self._table.segments for segment in layer]
-        # Copy calls for a run over all layers; bytes of the smallest row of a copy (one buffer of one layer of a page).
+        # The number of copy calls for a run over all layers, and the bytes of the smallest row of a copy (one buffer of
+        # one layer of a page).
         self.num_buffers = len(segments)
         self.piece_bytes = min(s.page_bytes for s in segments)
         self._span = max(s.span for s in segments)
-        # A page is one row of a copy only if its rows in the pool are adjacent.
+        # A page is one row of a copy only if its rows are adjacent in the pool.
         self._can_copy = all(s.rows.stride(0) == s.row_bytes and self._span % s.span == 0 for s in segments)
 
     def runs(self, pages: Ids, slots: Ids) -> SlotRuns | None:
-        """Divide `pages`, `slots` [p * page_tokens] into runs; None unless the slots of each page are consecutive."""
+        """Divide `pages` with `slots` [p * page_tokens] into runs. Returns None unless the slots of each page are
+        consecutive."""
         if not self._can_copy or not len(pages):
             return None
         block, page = self._block, self._page_tokens
@@ -151,7 +155,7 @@ class UnstagedCopier:
         return SlotRuns(found, first[found.position])
 
     def load(self, runs: SlotRuns, layer: int, stream: int) -> None:
-        """Queue one layer (dense index) of all runs. TransferError if CUDA refuses a copy."""
+        """Queue the copies of one layer (dense index) for all runs. Raises TransferError if CUDA refuses a copy."""
         for buffer in self._table.segments[layer]:
             address, host_address = buffer.rows.data_ptr(), self._host_address + self._table.ends[layer] + buffer.offset
             for page, num_pages, slot in runs.copies:

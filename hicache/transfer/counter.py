@@ -19,7 +19,8 @@ import torch
 from hicache.errors import TransferError
 
 NUM_PRODUCERS = 3
-_TIMED_LOADS = 4  # one load of every 4 is timed, which needs another event for each layer that a pass waits for
+# one load of every 4 is timed, because timing needs another event for each layer that a pass waits for
+_TIMED_LOADS = 4
 
 
 class CudaLayerEvents:
@@ -43,12 +44,13 @@ class CudaLayerEvents:
         self._num_loads += 1
 
     def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Record that a layer (dense index) has arrived, in the order of `stream` (None: the current stream)."""
+        """Record that a layer (dense index) has arrived, on `stream` (None: the current stream), after the work queued
+        there."""
         self._events[layer].record(stream)
         self._submitted = layer == len(self._events) - 1
 
     def fail(self, error: Exception) -> None:
-        """End the load with `error`, from which `wait` raises TransferError."""
+        """End the load with `error`; `wait` then raises TransferError from it."""
         self._error = error
         self._submitted = True
 
@@ -65,10 +67,11 @@ class CudaLayerEvents:
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds that the consuming stream waited for the load, once it has finished; None if it was not timed."""
+        """Return the seconds for which the consuming stream waited for the load, once it has finished; None if the load
+        was not timed."""
         if not self._is_timed:
             return None
-        # The load has finished: for layers that the stream has not reached yet, it never waits.
+        # The load has finished. For layers that the stream has not reached yet, the stream will not wait.
         reached = {layer: event for layer, event in self._reached.copy().items() if event.query()}
         waits_ms = [float(event.elapsed_time(self._events[layer])) for layer, event in reached.items()]
         return sum(max(0.0, wait_ms) for wait_ms in waits_ms) / 1e3
@@ -121,7 +124,7 @@ class CpuLayerEvents:
 
 
 class LayerSink(Protocol):
-    """Receives a transfer backend's reports on its loads; `LayerTransferCounter` documents the calls."""
+    """Receives the reports of a transfer backend on its loads; `LayerTransferCounter` documents the methods."""
 
     def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None: ...
 
@@ -138,10 +141,11 @@ def _failed_load(error: Exception) -> TransferError:
 
 
 class LayerTransferCounter:
-    """A ring of producers, and the loads that the current batch consumes.
+    """Tracks the loads in flight in a ring of producers, and the loads that the current batch consumes.
 
     Load ids count up from 0 and are never reused, so an id whose producer carries a later load counts as finished. The
-    scheduler thread calls `begin` and `set_consumer`, the copying side `record` and `fail`, the forward `wait_until`.
+    scheduler thread calls `begin` and `set_consumer`, the copying side calls `record` and `fail`, and the forward pass
+    calls `wait_until`.
     """
 
     def __init__(
@@ -152,8 +156,8 @@ class LayerTransferCounter:
         self._owner = [-1] * producers
         self._next = 0
         self._consumed: tuple[tuple[int, LayerEvents], ...] = ()
-        self._queues: dict[int, Callable[[int], None]] = {}  # for loads whose last layer is not queued yet
-        # Errors of failed loads, until `forget`, also if their producers have other loads by then.
+        self._queues: dict[int, Callable[[int], None]] = {}  # of loads whose last layer is not queued yet
+        # Errors of failed loads until `forget`, kept even if their producers have other loads by then.
         self._failures: dict[int, Exception] = {}
         self._failed: Exception | None = None
 
@@ -162,7 +166,7 @@ class LayerTransferCounter:
         return self._ring[self._next % len(self._ring)].finished()
 
     def begin(self) -> int:
-        """Take a producer; returns the load id. Only after `can_begin`."""
+        """Assign a producer to a new load and return the load id. Call it only after `can_begin` returned True."""
         slot = self._next % len(self._ring)
         assert self._ring[slot].finished(), "began a load without a free producer"
         self._owner[slot] = self._next
@@ -188,8 +192,8 @@ class LayerTransferCounter:
         self._events(load_id).fail(error)
 
     def exposed_s(self, load_id: int) -> float | None:
-        """Seconds that consumers waited for a finished load; None if it was not timed, or its producer has another load
-        by now."""
+        """Return the seconds for which consumers waited for a finished load; None if the load was not timed, or its
+        producer has another load by now."""
         slot = load_id % len(self._ring)
         return self._ring[slot].exposed_s if self._owner[slot] == load_id else None
 
@@ -198,7 +202,7 @@ class LayerTransferCounter:
         self._failures.pop(load_id, None)
 
     def set_consumer(self, load_ids: int | Iterable[int]) -> None:
-        """Set the loads that the next forward depends on; with none or -1 it waits for no load."""
+        """Set the loads that the next forward pass depends on; with none or -1, it waits for no load."""
         ids = (load_ids,) if isinstance(load_ids, int) else tuple(load_ids)
         consumed, self._failed = list[tuple[int, LayerEvents]](), None
         for load_id in ids:
@@ -210,7 +214,7 @@ class LayerTransferCounter:
 
     @contextmanager
     def consuming(self, load_ids: Iterable[int]) -> Iterator[None]:
-        """Apply `set_consumer` within the block, for work that depends on other loads than the forward."""
+        """Apply `set_consumer` within a `with` block, for work that depends on other loads than the forward pass."""
         before = self._consumed, self._failed
         self.set_consumer(load_ids)
         try:
@@ -219,7 +223,8 @@ class LayerTransferCounter:
             self._consumed, self._failed = before
 
     def wait_until(self, layer: int) -> None:
-        """Make the consumer wait for `layer` (dense index) of every consumed load. TransferError if one failed."""
+        """Make the consumer wait for `layer` (dense index) of every consumed load. Raises TransferError if one of these
+        loads failed."""
         if self._failed is not None:
             raise _failed_load(self._failed) from self._failed
         for load_id, events in self._consumed:
@@ -229,7 +234,8 @@ class LayerTransferCounter:
             events.wait(layer)
 
     def wait_all(self) -> None:
-        """Make the consumer wait for the last layer, and so for all: for forwards that call no getter."""
+        """Make the consumer wait for the last layer of its loads, and therefore for all layers. This is for forward
+        passes that call no getter."""
         self.wait_until(self.num_layers - 1)
 
     def _events(self, load_id: int) -> LayerEvents:

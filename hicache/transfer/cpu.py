@@ -1,7 +1,7 @@
-"""The CPU backend: the same contract as the CUDA backend, with two threads instead of streams.
+"""The CPU backend, which implements the contract of the CUDA backend with two threads instead of streams.
 
 One thread loads, one stores. The device tier is ordinary memory, so bytes that a forward wrote before it returned need
-no fence. The threads imitate the latency and overlap of streams.
+no fence. The threads have the latency and overlap of streams.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GROUP_BYTES = 1 << 20  # bytes of one page that are gathered at a time
 
 
 class _Abandoned(TransferError):
-    """The engine of this copy is closed; logged without a warning."""
+    """Raised for a copy whose engine is closed; it is logged without a warning."""
 
 
 class CpuOp:
@@ -38,13 +38,13 @@ class CpuOp:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
-        self.is_undelayed = True  # `seconds` is measured from the start of its work
+        self.is_undelayed = True  # `seconds` is measured from the start of the copy's work
         self.misfits: list[int] = []
         self._seconds = 0.0
         self._ended = threading.Event()
 
     def run(self, copy: Callable[[], None]) -> None:
-        """Run the copy on the worker thread and keep its error."""
+        """Run the copy on the worker thread and store its error."""
         start = time.perf_counter()
         try:
             copy()
@@ -94,8 +94,8 @@ class Worker:
 
 
 class CpuTransfer:
-    """A `TransferBackend` on the CPU. `host`: uint8 [pages, page_bytes]; `mover` copies from and to the device buffers,
-    `packer`, if given, packs their pages."""
+    """A `TransferBackend` on the CPU. `host` is uint8 [pages, page_bytes]; `mover` copies from and to the device
+    buffers; `packer`, if given, packs their pages."""
 
     def __init__(
         self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
@@ -125,7 +125,7 @@ class CpuTransfer:
             worker.close(max(0.0, deadline_s - time.monotonic()))
 
     def stats(self) -> dict[str, float]:
-        return {}  # no link to measure
+        return {}  # the CPU has no link to measure
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CpuOp:
         copies = self._places.to_load(pages, slots, rest)
@@ -139,7 +139,7 @@ class CpuTransfer:
                         of_kind.mover.scatter(self._staged(of_kind, layer), of_kind.slots, layer, 1)
                     self._counter.record(load_id, layer)
             except Exception as error:
-                op.error = error  # set before `fail`, because consumers that raise may read it
+                op.error = error  # set before `fail`, because consumers that raise may read the error
                 self._counter.fail(load_id, TransferError(str(error)))
                 raise
 
@@ -168,7 +168,7 @@ class CpuTransfer:
         return op
 
     def _staged(self, pages: PageCopy, layer: int) -> torch.Tensor:
-        """Copy the host bytes of one layer of `pages`: uint8 [pages, bytes]."""
+        """Copy the host bytes of one layer of `pages` to a new array, uint8 [pages, bytes]."""
         found = []
         for place in pages.places:
             start, stop = place.within(pages.mover.ends[layer], pages.mover.ends[layer + 1])

@@ -1,4 +1,4 @@
-"""The CUDA backend: the copy engine moves pages, kernels in device memory gather and scatter them.
+"""The CUDA backend: the copy engine copies pages, and kernels in device memory gather and scatter them.
 
     ring of buffers   copy waits for `free` -> copies -> records `filled` -> kernel waits -> scatters -> records `free`
 
@@ -37,8 +37,8 @@ from hicache.transfer.streams import Buffer, Chunk, CudaOp, QueuedCopy, StreamPa
 
 log = logging.getLogger(__name__)
 
-_MAX_LAST_BYTES = 32 << 20  # maximum last chunk of a load: its scatter of 20 us overlaps no copy
-_STEPS_AT_ONCE = 2  # steps queued when a store is submitted; a load submitted right after it is hardly delayed
+_MAX_LAST_BYTES = 32 << 20  # maximum size of the last chunk of a load, because its scatter of 20 us overlaps no copy
+_STEPS_AT_ONCE = 2  # steps queued when a store is submitted; they hardly delay a load that is submitted right after it
 _SUBMIT_S = 1.5e-3  # host time for steps of loads in one call: less than the first layer of a long load takes
 _AHEAD = 4  # layers queued ahead of the layer that a forward waits for
 _ENDED = object()
@@ -91,8 +91,9 @@ class CudaTransfer:
         buffer = self.up.ring[0].bytes
         self._rates = measured_rates(host, buffer, widest, self._zero_copy, mover)
         self._loads = LoadQueue()
-        self._stores: deque[Iterator[None]] = deque()  # each iterator queues one step of a store when resumed
-        self._first_layer = torch.cuda.Event()  # arrival of the first layer of the latest load; unrecorded: arrived
+        self._stores: deque[Iterator[None]] = deque()  # each iterator queues one step of a store when it is resumed
+        # recorded when the first layer of the latest load has arrived; an unrecorded event counts as arrived
+        self._first_layer = torch.cuda.Event()
         self._counts = {"unstaged": 0, "strided": 0, "batched": 0, "zero_copy": 0, "delayed": 0}
 
     def start(self) -> None:
@@ -111,7 +112,7 @@ class CudaTransfer:
 
     def abandon(self, deadline_s: float) -> None:
         """Drop all steps that are not queued. Streams cannot be stopped, and the caller is about to release the memory
-        that they use, so this waits for them until `deadline_s`."""
+        that they use. Therefore this method waits for the streams until `deadline_s`."""
         for load_id in self._loads.clear():
             self._counter.fail(load_id, TransferError("the engine of this load is gone"))
         self._stores.clear()
@@ -157,7 +158,8 @@ class CudaTransfer:
         self._loads.queue_layers(load_id, layer + _AHEAD)
 
     def _issue_load(self, load_id: int, force: bool) -> None:
-        """With `force` queue all steps of a load; otherwise some steps of the first loads, and of stores."""
+        """Queue steps of loads, and then of stores. With `force`, queue all steps of this load; otherwise queue only
+        some steps of the first loads."""
         if force:
             self._queue_load(load_id)
         else:
@@ -181,7 +183,8 @@ class CudaTransfer:
     def _load_steps(
         self, op: CudaOp, copies: Sequence[PageCopy], load_id: int, behind: torch.cuda.Event
     ) -> Iterator[int]:
-        """Queue a group of layers each time it is resumed. `behind`: the end of work that may still use the slots."""
+        """Queue a group of layers each time the iterator is resumed. `behind` is the end of work that may still use the
+        slots."""
         pair = self.up
         pair.kernel.wait_event(behind)
         try:
@@ -216,19 +219,20 @@ class CudaTransfer:
             num_runs=next_power_of_two(num_runs) if can_batch() else 1,
             slot_runs=next_power_of_two(slot_runs),
         )
-        # A raw page needs at most as much of a buffer as two packed pages.
+        # An unpacked page needs at most as much of a staging buffer as two packed pages.
         buffer_bytes = pair.buffer_bytes // 2 if has_raw else pair.buffer_bytes
         return choose(self._rates.up if up else self._rates.down, shape, buffer_bytes, up=up)
 
     def _issue(self, force: bool, max_steps: float = math.inf) -> None:
-        """Queue steps of stores, unless a load waits for its first layer; with `force`, also then."""
+        """Queue steps of stores if no load waits for its first layer; with `force`, queue them in any case."""
         while self._stores and max_steps > 0 and (force or self._first_layer.query()):
             if next(self._stores[0], _ENDED) is _ENDED:
                 self._stores.popleft()
             max_steps -= 1
 
     def _store_steps(self, op: CudaOp, copy: PageCopy, ready: torch.cuda.Event) -> Iterator[None]:
-        """Queue one step of a store each time it is resumed. `ready`: the end of the work that wrote the slots."""
+        """Queue one step of a store each time the iterator is resumed. `ready` is the end of the work that wrote the
+        slots."""
         pair = self.down
         pair.kernel.wait_event(ready)
         op.began(pair.kernel)
@@ -237,7 +241,7 @@ class CudaTransfer:
         except Exception as error:  # noqa: BLE001 - kept in `op.error`, which the backup flow counts
             log.warning("a store could not be queued: %s", error)
             op.error = error
-        # Makes stores end in submission order with any mixture of methods.
+        # With this wait, stores end in submission order for any mixture of methods.
         pair.copy.wait_stream(pair.kernel)
         op.ended(pair.copy)
 
@@ -259,7 +263,8 @@ class CudaTransfer:
             op.bring_misfits(store.misfits, pair.copy)
 
     def _direct_steps(self, load: QueuedCopy, load_id: int) -> Iterator[int]:
-        """Queue a group of layers each time it is resumed, written to their slots without staging."""
+        """Queue a group of layers each time the iterator is resumed; the layers are written to their slots without
+        staging."""
         pair, plan = self.up, load.plan
         for first, end in plan.groups:
             if first:
@@ -276,11 +281,11 @@ class CudaTransfer:
             self._record(load_id, first, end, pair.copy if plan.method == "unstaged" else pair.kernel)
 
     def _staged_steps(self, loads: Sequence[QueuedCopy], load_id: int) -> Iterator[int]:
-        """Queue a group of layers each time it is resumed. The copy of each chunk is queued before the scatter kernel
-        of the previous chunk, so that the link does not wait while the host launches that kernel."""
+        """Queue a group of layers each time the iterator is resumed. The copy of each chunk is queued before the
+        scatter kernel of the previous chunk, so that the link does not wait while the host launches that kernel."""
         chunks = self._chunks_of_groups(loads)
         following = next(chunks, None)
-        if following is None:  # there are no pages
+        if following is None:  # the copy has no pages
             self._record(load_id, 0, self._mover.num_layers, self.up.kernel)
             return
         copied = self._queue_copy(following)
@@ -314,7 +319,7 @@ class CudaTransfer:
         """Queue the kernel that scatters a chunk from its buffer to its slots."""
         pair, (load, first, end, start, stop, _) = self.up, chunk
         with torch.cuda.stream(pair.kernel):
-            load.slots = pair.upload(load.slots)  # uploaded once, after the first copies, which do not need them
+            load.slots = pair.upload(load.slots)  # uploaded once, after the first copies, which do not need the slots
             pair.kernel.wait_event(buffer.filled)
             staging = load.staged(buffer, first, end, start, stop)
             load.pages.mover.scatter(staging, load.slots_of(start, stop), first, end - first)
@@ -338,8 +343,8 @@ class CudaTransfer:
         buffer.free.record(pair.copy)
 
     def _chunks(self, copy: QueuedCopy, pair: StreamPair, first: int, end: int) -> list[tuple[int, int]]:
-        """Chunks of pages that fit a staging buffer. Chunks of stores have at most the configured tokens. For loads,
-        the last chunks of the last layers get smaller, because their scatter overlaps no copy."""
+        """Divide a copy into chunks of pages that fit a staging buffer. Chunks of stores have at most the configured
+        tokens. For loads, the last chunks of the last layers get smaller, because their scatter overlaps no copy."""
         num_pages, ends = copy.pages.num_pages, copy.pages.mover.ends
         if copy.plan.method == "zero_copy":
             return [(0, num_pages)]
@@ -351,7 +356,8 @@ class CudaTransfer:
         return chunks if ends[end] < ends[-1] else tapered(chunks, _MAX_LAST_BYTES // width)
 
     def _copy(self, pair: StreamPair, buffer: Buffer, chunk: Chunk) -> None:
-        """Queue the copy of a chunk from (up) or to (down) the places of its pages; a layer may lie in two places."""
+        """Queue the copy of a chunk from (up) or to (down) the host pages of its pages; a layer may be divided between
+        two host pages."""
         copy, first, end, start, stop, _ = chunk
         up, pitch, stream, ends = pair is self.up, self._host.stride(0), pair.copy.cuda_stream, copy.pages.mover.ends
         width = ends[end] - ends[first]
@@ -365,7 +371,8 @@ class CudaTransfer:
                 on_host = host_address + place.ids[start:stop] * pitch
                 in_buffer = address + np.arange(stop - start) * width
                 dst, src = (in_buffer, on_host) if up else (on_host, in_buffer)
-                # No work writes the source pages of a load, so the copy engine may read them in any order (faster).
+                # No work writes the source pages of a load, so the copy engine may read them in any order, which is
+                # faster.
                 copy_batched(dst, src, until - begin, up, stream)
                 continue
             for page, rows, position in runs.within(start, stop):

@@ -1,9 +1,10 @@
 """Loads that are queued on the device in steps, so that `load` returns before all of their layers are queued.
 
 Queueing a copy of scattered pages takes the host about half a microsecond per page and layer: 10 ms for 512 pages of 32
-layers, during which it launches no forward. So `load` queues steps for only a millisecond or two. The other layers are
-queued while the forward is launched, each before a stream waits for it, and whenever a caller asks for the state of a
-copy. For each layer the link needs several times as long as the host, so it stays busy. Decision 029 has the figures.
+layers, during which it launches no forward. Therefore `load` queues steps for only a millisecond or two. The other
+layers are queued while the forward is launched, each before a stream waits for it, and whenever a caller asks for the
+state of a copy. For each layer the link needs several times as long as the host, so it stays busy. Decision 029 has the
+figures.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class _Load:
-    """One load. `steps` queues some layers each time it is resumed; it yields how many layers are queued, and ends when
-    all are."""
+    """One load. The iterator `steps` queues some layers each time it is resumed, yields how many layers are queued, and
+    ends when all layers are queued."""
 
     load_id: int
     steps: Iterator[int]
@@ -39,7 +40,7 @@ class LoadQueue:
         self._lock = threading.RLock()
 
     def put(self, load_id: int, steps: Iterator[int]) -> None:
-        """Append a load. Ids ascend."""
+        """Append a load. The ids of loads must ascend."""
         with self._lock:
             self._loads.append(_Load(load_id, steps))
 
@@ -65,7 +66,7 @@ class LoadQueue:
                 self._step()
 
     def clear(self) -> list[int]:
-        """Drop all remaining steps; returns the ids of their loads."""
+        """Drop all remaining steps and return the ids of their loads."""
         with self._lock:
             ids = [load.load_id for load in self._loads]
             self._loads.clear()

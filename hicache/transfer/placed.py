@@ -1,4 +1,4 @@
-"""Host locations of the pages of a copy, and the mover between staging and slots.
+"""The host locations of the pages of a copy, and the mover between staging and slots.
 
 In a pool with packed pages, a page that fits is packed in one place (one host page). A page that does not fit is raw in
 two places:
@@ -25,14 +25,14 @@ Ids = npt.NDArray[np.int64]
 
 
 class Place(NamedTuple):
-    """Host pages `ids`: each starts with the bytes [start, end) of one page of a copy."""
+    """Host pages `ids`, each of which starts with the bytes [start, end) of one page of a copy."""
 
     ids: Ids
     start: int
     end: int
 
     def within(self, begin: int, stop: int) -> tuple[int, int]:
-        """Intersection of the bytes [begin, stop) of a page with this place: half-open, possibly empty."""
+        """Return the intersection of bytes [begin, stop) of a page with this place, half-open and possibly empty."""
         first = max(begin, self.start)
         return first, max(first, min(stop, self.end))
 
@@ -48,10 +48,11 @@ class PageCopy(NamedTuple):
 
 
 class PagePlaces:
-    """Makes the copies of one pool. `packer` packs its pages; None: all pages are raw, in one place each."""
+    """Creates the copies of one pool. `packer` packs its pages; if it is None, all pages are unpacked and have one host
+    page each."""
 
     def __init__(self, mover: PageMover, packer: PagePacker | None) -> None:
-        """Raises ConfigError if two places are too small for a raw page."""
+        """Raises ConfigError if two host pages are too small for an unpacked page."""
         self._raw = mover
         self.mover = packer or mover
         self.movers = (mover,) if packer is None else (packer, mover)
@@ -63,7 +64,8 @@ class PagePlaces:
             )
 
     def to_load(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor | None) -> list[PageCopy]:
-        """Copies of a load: at most one of packed pages and one of raw pages. `rest`: see `TransferBackend`."""
+        """Return the copies of a load: at most one of packed pages and one of unpacked pages. `rest` is that of
+        `TransferBackend`."""
         if rest is None or not rest.any():
             return [self.to_store(slots, pages, None)]
         by_page, copies = slots.view(len(pages), -1), list[PageCopy]()
@@ -90,7 +92,7 @@ def gather(
     num_layers: int,
     misfits: torch.Tensor | None,
 ) -> None:
-    """Fill staging from the rows at `slots`. If pages are packed, `misfits` counts the tiles that do not fit."""
+    """Fill staging memory from the rows at `slots`. If pages are packed, `misfits` counts the tiles that do not fit."""
     if isinstance(mover, PageMover):
         mover.gather(slots, staging, first_layer, num_layers)
     else:

@@ -1,4 +1,4 @@
-"""Plans a copy: its groups of layers and its method. "Up" is host to device, "down" device to host.
+"""Plans a copy: its groups of layers and its method. "Up" means host to device, "down" device to host.
 
 Four methods copy between host pages and the device:
 
@@ -7,10 +7,10 @@ Four methods copy between host pages and the device:
     batched    one call of the copy engine for a list of scattered pages, into a staging buffer;
     zero_copy  a kernel with few blocks that reads or writes pinned memory itself, without staging or a call per page.
 
-Their costs per byte and per piece (the part of one page that is copied at once) are measured by
-`hicache.transfer.calibrate`, or assumed (`ASSUMED`). Layers that are too narrow are copied in groups. Up, the first
-groups are small, because a forward starts when its first layer has arrived. A copy waits for this arithmetic, so plans
-are cached, and lists of pages are processed in few numpy operations.
+The costs of these methods per byte and per piece (the part of one page that is copied at once) are measured by
+`hicache.transfer.calibrate`, or assumed (`ASSUMED`). Layers that are too narrow are copied in groups. For copies to the
+device, the first groups are small, because a forward pass starts when its first layer has arrived. A copy waits for
+this arithmetic, so plans are cached, and lists of pages are processed in few numpy operations.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Method = Literal["unstaged", "strided", "batched", "zero_copy"]
 
-# The maximum cost of pieces, as a share of the time of their bytes: on the device by direction, and on the host.
+# The maximum cost of pieces, as a share of the time of their bytes: on the device for each direction, and on the host.
 MAX_UP_SHARE = 0.015
-MAX_DOWN_SHARE = 0.005  # lower, because no forward waits for the first layer of a store
-MAX_ISSUE_SHARE = 0.03  # on the host, for pieces and steps of a store
-MAX_UP_ISSUE_SHARE = 0.25  # on the host, for a load: it is queued in steps, so a forward waits more for the link
-STEP_S = 100e-6  # host time for one group of one chunk: events, a kernel launch, a copy call
+MAX_DOWN_SHARE = 0.005  # lower than for loads, because no forward pass waits for the first layer of a store
+MAX_ISSUE_SHARE = 0.03  # share of host time, for pieces and steps of a store
+# share of host time for a load: loads are queued in steps, so a forward pass waits more for the link than for the host
+MAX_UP_ISSUE_SHARE = 0.25
+STEP_S = 100e-6  # host time of one group of one chunk: events, a kernel launch, a copy call
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # host time for one strided copy
-STAGING_BYTES_PER_S = 1.9e12  # rate of a kernel between staging and slots; it takes memory bandwidth from the forward
-ZERO_COPY_SHARE = 0.05  # share of the kernel's time that a concurrent forward loses: 8 blocks slow matmuls by 9 %.
+# rate of a kernel between staging and slots, which takes memory bandwidth from the forward pass
+STAGING_BYTES_PER_S = 1.9e12
+ZERO_COPY_SHARE = 0.05  # share of the kernel's time that a concurrent forward pass loses: 8 blocks slow matmuls by 9 %
 MIN_CHUNK_PAGES = 8
-MIN_PIECE_BYTES = 128 << 10  # narrower rows lose a third of the bandwidth while the other direction is busy.
-WIDE_PIECE_BYTES = 256 << 10  # narrower rows lose half a percent, which is accepted only for the first group
-MAX_UP_GROUP_BYTES = 1 << 20  # limit for the bytes of a page in a group, because a forward waits for complete groups
+MIN_PIECE_BYTES = 128 << 10  # narrower rows lose a third of the bandwidth while the other direction is busy
+# narrower rows lose half a percent of the bandwidth, which is accepted only for the first group
+WIDE_PIECE_BYTES = 256 << 10
+MAX_UP_GROUP_BYTES = 1 << 20  # maximum bytes of a page in a group, because a forward pass waits for complete groups
 
 
 @dataclass(frozen=True)
 class CopyCost:
-    """Seconds of a copy: bytes / `bytes_per_s` + pieces * `piece_s`; issuing it takes the host pieces * `issue_s`."""
+    """The time of a copy in seconds: bytes / `bytes_per_s` + pieces * `piece_s`. Issuing it takes pieces * `issue_s` of
+    host time."""
 
     bytes_per_s: float
     piece_s: float = 0.0
@@ -54,7 +58,8 @@ class CopyCost:
 
 @dataclass(frozen=True, eq=False)
 class LinkDirection:
-    """The costs in one direction. Compared by identity, because it is part of the key of cached plans."""
+    """The costs in one direction. Instances are compared by identity, because they are part of the key of cached
+    plans."""
 
     strided: CopyCost
     batched: CopyCost
@@ -79,7 +84,7 @@ class Rates:
         return found
 
 
-# One H200 on PCIe 5 x16.
+# Measured on one H200 on PCIe 5 x16.
 ASSUMED = Rates(
     up=LinkDirection(CopyCost(55.4e9, 0.03e-6), CopyCost(55.3e9, 0.05e-6, 0.5e-6), CopyCost(51.0e9)),
     down=LinkDirection(CopyCost(55.3e9, 0.4e-6), CopyCost(55.2e9, 0.6e-6, 0.5e-6), CopyCost(52.5e9)),
@@ -125,7 +130,8 @@ class Shape:
 
 @lru_cache(maxsize=1024)
 def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: bool) -> Plan:
-    """Choose the cheapest plan. `buffer_bytes` of a staging buffer. `up`: a forward waits for the layers in order."""
+    """Choose the cheapest plan. `buffer_bytes` is the size of a staging buffer. `up` means that a forward pass waits
+    for the layers in order."""
     strided_s = shape.num_runs * CALL_S + shape.num_pages * direction.strided.piece_s
     batched_s = shape.num_pages * max(direction.batched.issue_s, direction.batched.piece_s)
     method: Method = "strided" if strided_s <= batched_s else "batched"
@@ -152,8 +158,8 @@ def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: boo
 
 
 def group_size(cost: CopyCost, shape: Shape, buffer_bytes: int, share: float, issue_share: float) -> int:
-    """Number of layers in a group: the smallest power of two whose pieces cost at most `share` of the time of their
-    bytes on the device and `issue_share` on the host, limited by the staging buffer."""
+    """Return the number of layers in a group: the smallest power of two whose pieces cost at most `share` of the time
+    of their bytes on the device and `issue_share` on the host, limited by the staging buffer."""
     max_group = max(1, min(shape.num_layers, buffer_bytes // (MIN_CHUNK_PAGES * shape.layer_bytes)))
     group = 1
     while group < max_group:
@@ -166,8 +172,8 @@ def group_size(cost: CopyCost, shape: Shape, buffer_bytes: int, share: float, is
 
 
 def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int, issue_share: float) -> int:
-    """Double `group` while issuing the steps takes the host too long, a wider group needs fewer steps, and a page of it
-    fits a buffer."""
+    """Double `group` while issuing the steps takes too much host time, a wider group needs fewer steps, and a page of
+    the group fits a buffer."""
     link_s = shape.num_layers * shape.num_pages * shape.layer_bytes / cost.bytes_per_s
 
     def steps(group: int) -> int:
@@ -180,7 +186,8 @@ def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int, iss
 
 
 def growing(first: int, group: int, num_layers: int, *, shrink: bool) -> list[int]:
-    """Group sizes that double from `first` layers to `group`; with `shrink` they are halved again towards the end."""
+    """Return group sizes that double from `first` layers to `group`; with `shrink`, they are halved again towards the
+    end."""
     prefix, size, left, ends = [], first, num_layers, 2 if shrink else 1
     while size < group and left >= ends * size:
         prefix.append(size)
@@ -191,12 +198,12 @@ def growing(first: int, group: int, num_layers: int, *, shrink: bool) -> list[in
 
 
 def next_power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`; 0 for 0."""
+    """Return the smallest power of two that is at least `count`; 0 for 0."""
     return 1 << (count - 1).bit_length() if count else 0
 
 
 def intervals(total: int, step: int) -> list[tuple[int, int]]:
-    """Half-open intervals of at most `step` that cover [0, total)."""
+    """Return half-open intervals of at most `step` that cover [0, total)."""
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
@@ -213,7 +220,7 @@ def tapered(chunks: list[tuple[int, int]], max_last: int) -> list[tuple[int, int
 
 @dataclass(frozen=True)
 class PageRuns:
-    """`pages` as runs of contiguous ids; run i begins at index `position[i]` of `pages`."""
+    """Runs of contiguous ids in `pages`; run i begins at index `position[i]` of `pages`."""
 
     pages: Ids
     position: Ids
@@ -228,11 +235,11 @@ class PageRuns:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Pages of each run."""
+        """Return the number of pages of each run."""
         return [end - start for start, end in pairwise([*self.position.tolist(), len(self.pages)])]
 
     def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """The runs of pages [start, stop): first page, pages, and position counted from `start`."""
+        """Return the runs of pages [start, stop): first page, number of pages, and position counted from `start`."""
         found = []
         first = int(np.searchsorted(self.position, start, side="right")) - 1
         for run in range(first, len(self)):
@@ -267,20 +274,21 @@ def _consecutive(sizes: list[int], num_layers: int) -> tuple[tuple[int, int], ..
 
 
 def _zero_copy_s(cost: CopyCost, shape: Shape) -> float:
-    """Seconds until the last byte has arrived, plus the time that a forward loses."""
+    """Return the seconds until the last byte has arrived, plus the time that a forward pass loses."""
     launches = 1 if shape.grouped else shape.num_layers
     return (1 + ZERO_COPY_SHARE) * shape.num_bytes / cost.bytes_per_s + launches * LAUNCH_S
 
 
 def _unstaged_s(cost: CopyCost, shape: Shape) -> float:
-    """Seconds on the link plus seconds on the host, because a forward is launched after the copy calls."""
+    """Return the seconds on the link plus the seconds on the host, because a forward pass is launched after the copy
+    calls."""
     pieces_s = shape.num_pages * shape.num_buffers * cost.piece_s
     return shape.num_bytes / cost.bytes_per_s + pieces_s + shape.slot_runs * shape.num_buffers * CALL_S
 
 
 def _staged_s(cost: CopyCost, shape: Shape, groups: tuple[tuple[int, int], ...], buffer_bytes: int) -> float:
-    """Seconds until the last byte has arrived: the maximum of link and host, plus the first step, which overlaps no
-    copy, plus the time that a forward loses to the staging kernel."""
+    """Return the seconds until the last byte has arrived. This is the maximum of link and host time, plus the first
+    step, which overlaps no copy, plus the time that a forward pass loses to the staging kernel."""
     link_s = host_s = 0.0
     for first, end in groups:
         width = (end - first) * shape.layer_bytes

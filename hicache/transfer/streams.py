@@ -20,9 +20,9 @@ _RING = 3
 
 @dataclass
 class QueuedCopy:
-    """A copy that is being queued. Kernels need `slots` on the device. Depending on `plan.method`, the copy uses `runs`
-    (one for each place), or `slot_runs`, or neither. `misfits`: for a store of packed pages, int32 `[pages]` on the
-    device."""
+    """A copy that is being queued on the streams. Kernels need `slots` on the device. Depending on `plan.method`, the
+    copy uses `runs` (one for each host page of a page), `slot_runs`, or neither. `misfits`, for a store of packed
+    pages, is int32 `[pages]` on the device."""
 
     plan: Plan
     pages: PageCopy
@@ -32,19 +32,20 @@ class QueuedCopy:
     misfits: torch.Tensor | None = None
 
     def staged(self, buffer: Buffer, first: int, end: int, start: int, stop: int) -> torch.Tensor:
-        """Layers [first, end) of the pages [start, stop) in `buffer`: uint8 `[pages, bytes]`."""
+        """Return a view of layers [first, end) of the pages [start, stop) in `buffer`: uint8 `[pages, bytes]`."""
         ends = self.pages.mover.ends
         num_pages, width = stop - start, ends[end] - ends[first]
         return buffer.bytes[: num_pages * width].view(num_pages, width)
 
     def slots_of(self, start: int, stop: int) -> torch.Tensor:
-        """Slots of the pages [start, stop)."""
+        """Return the slots of the pages [start, stop)."""
         page_tokens = self.pages.mover.page_tokens
         return self.slots[start * page_tokens : stop * page_tokens]
 
 
 class Chunk(NamedTuple):
-    """Layers [first, end) of the pages [start, stop) of a copy. `is_last`: the last chunk of these layers in a load."""
+    """Layers [first, end) of the pages [start, stop) of a copy. `is_last` marks the last chunk of these layers in a
+    load."""
 
     copy: QueuedCopy
     first: int
@@ -55,10 +56,11 @@ class Chunk(NamedTuple):
 
 
 class CudaOp:
-    """A copy on the streams, done when its last event is. Keeps `slots` alive, which streams may still read.
+    """A copy on the streams, which is done when its last event has been reached. It keeps `slots` alive, because
+    streams may still read them.
 
     `issue(force)` queues steps of copies, with `force` all steps of this one. The methods that return the state of the
-    operation call it.
+    copy call `issue`.
     """
 
     def __init__(self, num_bytes: int, slots: Sequence[torch.Tensor], issue: Callable[[bool], None]) -> None:
@@ -68,8 +70,9 @@ class CudaOp:
         self._slots = slots
         self._issue = issue
         self._begin = torch.cuda.Event(enable_timing=True)
-        self._end: torch.cuda.Event | None = None  # None until the copy is completely queued
-        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None  # misfits by page, on the host and on the device
+        self._end: torch.cuda.Event | None = None  # None until all steps of the copy are queued
+        # misfit counts by page, on the host and on the device
+        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def began(self, stream: torch.cuda.Stream) -> None:
         self._begin.record(stream)
@@ -83,7 +86,7 @@ class CudaOp:
 
     @property
     def misfits(self) -> list[int]:
-        """Indices of the pages that do not fit, once done."""
+        """Return the indices of the pages that do not fit, once the copy is done."""
         found: list[int] = [] if self._counts is None else self._counts[0].nonzero().flatten().tolist()
         return found
 
@@ -93,7 +96,7 @@ class CudaOp:
 
     @property
     def is_queued(self) -> bool:
-        """Whether all steps are queued on the streams."""
+        """Return whether all steps are queued on the streams."""
         return self._end is not None
 
     def done(self) -> bool:
@@ -116,7 +119,7 @@ class CudaOp:
 
 
 class Buffer:
-    """One staging buffer of a ring, and the events of its two users."""
+    """One staging buffer of a ring, and the events of the two streams that use it."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -126,9 +129,9 @@ class Buffer:
 
 
 class StreamPair:
-    """One direction: a copy stream, a kernel stream and a ring of staging buffers between them.
+    """The streams of one direction: a copy stream, a kernel stream and a ring of staging buffers between them.
 
-    Used by one thread at a time; the other direction may be used by another thread concurrently.
+    One thread at a time uses a pair; another thread may use the pair of the other direction concurrently.
     """
 
     def __init__(
