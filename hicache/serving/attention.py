@@ -38,8 +38,9 @@ NAME = "hicache"
 
 @dataclass(frozen=True)
 class QuerySpan:
-    """Tokens [start, end) of a pass, attended to in one launch with `queries`. `counts`: queries of each sequence.
-    `lengths`: as in `queries`; may be empty if each sequence has one query, as in a captured pass."""
+    """Tokens [start, end) of a pass, for which one launch computes the attention with `queries`. `counts` is the number
+    of queries of each sequence. `lengths` is that of `queries`; it may be empty if each sequence has one query, as in a
+    captured pass."""
 
     start: int
     end: int
@@ -54,14 +55,14 @@ class QuerySpan:
 
     @cached_property
     def prefix_slots(self) -> torch.Tensor:
-        """The slots of the tokens before the queries, int64 [prefix]. Only for a span of one sequence."""
+        """Return the slots of the tokens before the queries, int64 [prefix]. Only for a span of one sequence."""
         queries = self.queries
         return queries.table.index_select(0, queries.rows)[0, : self.lengths[0] - queries.max_queries].long()
 
 
 @dataclass(frozen=True)
 class SlotPass:
-    """A pass over N tokens. `new_slots`: their slots, int64 [N]. `spans`: cover [0, N)."""
+    """A pass over N tokens. `new_slots` are their slots, int64 [N]; `spans` cover [0, N)."""
 
     new_slots: torch.Tensor
     spans: tuple[QuerySpan, ...]
@@ -70,7 +71,7 @@ class SlotPass:
 class SlotAttention:
     """The attention of one runner's passes. The model's forward calls it on the scheduler thread.
 
-    The runner calls `begin` before each pass. `geometry` tells which layers have windows or chunks. `name`: the
+    The runner calls `begin` before each pass. `geometry` has the window and chunk of each layer. `name` is the
     attention function that layers call.
     """
 
@@ -85,14 +86,14 @@ class SlotAttention:
         self._sources = geometry.sources
         self._swa_layers = frozenset[int]()
         if isinstance(pool, SWAKVPool):
-            # The pool may keep all tokens of a window layer; such a layer is read by full-attention slots.
+            # The pool may keep all tokens of a window layer; such a layer is read by the slots of full attention.
             self._swa_layers = frozenset(layer for layer, (_, is_swa) in pool.layers_mapping.items() if is_swa)
         self.slot_pass = SlotPass(torch.empty(0, dtype=torch.int64), ())
         self.number = next(_numbers)
         _attentions[self.number] = self
 
     def begin(self, slot_pass: SlotPass) -> None:
-        """Make `slot_pass` the next pass."""
+        """Use `slot_pass` for the next forward pass."""
         self.slot_pass = slot_pass
 
     def layer(self, is_sliding: bool) -> SlotLayer:
@@ -102,8 +103,9 @@ class SlotAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Store the new rows of a layer, unless it reads those of another layer, and attend. `query`, `key`, `value`:
-        [B, heads, n, dim], B * n tokens in the order of the pass. Returns [B, n, heads, v_dim]."""
+        """Store the new rows of a layer, unless the layer reads the rows of another layer, and compute its attention.
+        `query`, `key`, `value`: [B, heads, n, dim], B * n tokens in the order of the pass. Returns [B, n, heads,
+        v_dim]."""
         pool, source = self._pool, self._sources[layer]
         if source == layer:
             pool.set_kv_buffer(layer, self.slot_pass.new_slots, token_rows(key), token_rows(value))
@@ -130,7 +132,7 @@ class SlotAttention:
         return self._pool.full_to_swa_index_mapping
 
 
-# A compiled model finds its attention by number, because operators accept no Python objects.
+# A compiled model finds its `SlotAttention` by number, because operators accept no Python objects.
 _numbers = itertools.count()
 _attentions: weakref.WeakValueDictionary[int, SlotAttention] = weakref.WeakValueDictionary()
 
@@ -174,8 +176,8 @@ def attend_by_slots(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function, see `transformers.AttentionInterface`. Raises UnsupportedModel for features that the
-    kernels lack."""
+    """The attention function that transformers calls (`transformers.AttentionInterface`). Raises UnsupportedModel for
+    features that the kernels lack."""
     if hicache is None or attention_mask is not None or position_bias is not None:
         missing = "its layers get no pass" if hicache is None else "it has a mask or biases of its own"
         raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots: {missing}; use --attention torch")
@@ -191,7 +193,7 @@ AttentionInterface.register(NAME, attend_by_slots)
 
 @contextmanager
 def attending_by_slots(model: Any, name: str = NAME) -> Iterator[None]:
-    """Inside, the model's passes call the attention function of that name."""
+    """Within the `with` block, the passes of the model call the attention function with this name."""
     config = model.config.get_text_config()
     previous, config._attn_implementation = config._attn_implementation, name
     try:
@@ -209,9 +211,9 @@ def spans_of(
     num_splits: tuple[int, int],
     host_lengths: Sequence[int] = (),
 ) -> tuple[QuerySpan, ...]:
-    """Divide sequences with `counts` queries each into spans, one for each launch: one for all sequences with one
-    query, which must come first, one for each sequence with at least `MIN_QUERIES`, and one for each run of sequences
-    between these.
+    """Divide sequences with `counts` queries each into spans, one for each launch. One span has all sequences with one
+    query, which must come first. Each sequence with at least `MIN_QUERIES` has its own span, and each run of sequences
+    between these has one.
 
     `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of sequences with one
     query, and of sequences with several. `host_lengths`: `lengths` on the host; may be empty if every sequence has one

@@ -28,11 +28,11 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import InvariantError
 from hicache.layout import ModelGeometry, StateGeometry
 
-LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # the latter with use_mla
+LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # `HybridLinearKVPool` if it was built with use_mla
 
 
 def cache_keyword(model: Any) -> str | None:
-    """The name of the argument by which a transformers model's forward takes its cache; None if it takes none.
+    """Return the name of the argument by which a transformers model's forward takes its cache; None if it takes none.
 
     From release 5.24 on it is `cache`. XLM has an argument of that name for a dictionary, which is not a `Cache`.
     """
@@ -43,7 +43,7 @@ def cache_keyword(model: Any) -> str | None:
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
-    """`cache` as a keyword argument of the forward of `model`, which must take one."""
+    """Return `cache` as a keyword argument for the forward of `model`, which must take a cache."""
     name = cache_keyword(model)
     assert name is not None, "models that take no cache are refused"
     return {name: cache}
@@ -63,8 +63,8 @@ class KeySlots:
 
 @dataclass(frozen=True)
 class BatchStates:
-    """The state slots of `B` sequences, int64 [B]. `starting`: bool [B], sequences whose first token is in this pass;
-    their slots are not read. None: there are none."""
+    """The state slots of `B` sequences, int64 [B]. `starting` is bool [B]: sequences whose first token is in this pass;
+    their state slots are not read. `starting` is None if no sequence starts."""
 
     table: HybridReqToTokenPool
     slots: torch.Tensor
@@ -90,8 +90,8 @@ class BatchSlots:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """The entry of an attention layer in the `Cache` of one pass. It stores nothing: in passes over slots, the
-    attention function stores the new rows. Called by the model on the scheduler thread."""
+    """The entry of an attention layer in the `Cache` of one pass. A slot layer stores nothing: in passes over slots,
+    the attention function stores the new rows. Called by the model on the scheduler thread."""
 
     def __init__(self, is_sliding: bool = False) -> None:
         super().__init__()
@@ -149,12 +149,12 @@ class PoolLayer(SlotLayer):
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of keys and the position of the first, for a forward that creates its own mask."""
+        """Return the number of keys and the position of the first key, for a forward that creates its own mask."""
         num_keys = self._slots.shape[1]
         return num_keys, self._batch.past_len + query_length - num_keys
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest sequence before its new ones."""
+        """Return the number of tokens of the longest sequence before its new tokens."""
         return self._batch.past_len
 
 
@@ -183,7 +183,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
     """A recurrent layer in one forward pass. Called by the model on the scheduler thread.
 
     `source`: returns a copy of the state after all tokens before the pass, each tensor `[B, ...]`, with one convolution
-    window. It is called once, when the model reaches the layer. None: all sequences start with this pass.
+    window. The source is called once, when the model reaches the layer. `source` is None if all sequences start with
+    this pass.
     """
 
     def __init__(self, source: Callable[[], MambaState] | None) -> None:
@@ -193,15 +194,15 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
 
     @property
     def state(self) -> MambaState | None:
-        """The state after the pass; None if the model left no convolution window. A layer that consists only of a
-        convolution has a temporal state of one zero."""
+        """Return the state after the pass; None if the model stored no convolution window. A layer that consists only
+        of a convolution has a temporal state of one zero."""
         conv, temporal = self.conv_states[0], self.recurrent_states[0]
         if conv is None:
             return None
         return MambaState([conv], conv.new_zeros(len(conv), 1) if temporal is None else temporal)
 
     def fetch(self) -> None:
-        """Call the source unless it was called before."""
+        """Call `source` unless it was called before."""
         if self._source is None:
             return
         state, self._source = self._source(), None
@@ -213,7 +214,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
         self.device = conv.device
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in transformers: return the inputs of the convolution, beginning with those before the pass."""
+        """Return the inputs of the convolution, beginning with those before the pass, as transformers does."""
         self.fetch()
         inputs: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
         return inputs
@@ -286,7 +287,7 @@ class PoolCache(StateCache):
         swa_layers = frozenset[int]()
         swa_slots = None
         if isinstance(pool, SWAKVPool):
-            # The pool may keep all tokens of a window layer; such a layer is read by full-attention slots.
+            # The pool may keep all tokens of a window layer; such a layer is read by the slots of full attention.
             swa_layers = frozenset(layer_id for layer_id, (_, swa) in pool.layers_mapping.items() if swa)
             swa_slots = _window_slots(pool, batch.window) if batch.window is not None else None
         layers: list[PoolLayer | StateLayer | DummyLayer] = []
@@ -327,8 +328,8 @@ def new_state_layer(
     is_start: bool,
     attention: CacheLayerMixin | None = None,
 ) -> StateLayer:
-    """A recurrent layer of one pass over `states`, or with `attention` a hybrid layer. `is_start`: all sequences start
-    with this pass."""
+    """Create a recurrent layer of one pass over `states`, or with `attention` a hybrid layer. `is_start`: all sequences
+    start with this pass."""
     source = None if is_start else lambda: _copy_states(states, layer_id, shapes)
     return StateLayer(source) if attention is None else HybridLayer(source, attention)
 
@@ -344,7 +345,7 @@ def store_states(cache: StateCache, geometry: ModelGeometry, states: BatchStates
 
 
 def _copy_states(states: BatchStates, layer_id: int, geometry: StateGeometry) -> MambaState:
-    """Copies of one layer's states in the model's dtypes; zeros for sequences that start with this pass."""
+    """Return copies of one layer's states in the model's dtypes; zeros for sequences that start with this pass."""
     stored = states.table.mamba2_layer_cache(layer_id)
     copies = [x.index_select(0, states.slots).to(geometry.conv_dtype) for x in stored.conv]
     copies.append(stored.temporal.index_select(0, states.slots).to(geometry.temporal_dtype))
@@ -355,7 +356,7 @@ def _copy_states(states: BatchStates, layer_id: int, geometry: StateGeometry) ->
 
 
 def _window_slots(pool: SWAKVPool, keys: KeySlots) -> torch.Tensor:
-    """The window slots of the full-attention slots in `keys`, int64 [B, keys]."""
+    """Return the window slots of the full slots in `keys`, int64 [B, keys]."""
     slots = pool.translate_loc_from_full_to_swa(keys.slots)
     if pool.device.type == "cpu" or debug_checks():
         freed = (slots == 0) & (keys.slots != 0)

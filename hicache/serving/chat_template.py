@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from hicache.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
-# (as_system, in_parts): whether the role "developer" of newer OpenAI clients becomes "system", and whether contents
-# become lists of parts.
+# Each entry is (as_system, in_parts): whether the role "developer" of newer OpenAI clients becomes "system", and
+# whether contents become lists of parts.
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
@@ -27,8 +27,8 @@ class RenderedChat(NamedTuple):
 
 
 def rendered_chat(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) -> RenderedChat:
-    """Render a chat by the template of a transformers tokenizer. `variables`: of the template. Raises ConfigError if
-    the template refuses the chat or skips a message."""
+    """Render a chat by the template of a transformers tokenizer. `variables` are those of the chat template. Raises
+    ConfigError if the template refuses the chat or skips a message."""
     given = _readable(tokenizer, messages, variables)
     text, generation_prompt = _applied(tokenizer, given, variables), ""
     if variables.get("add_generation_prompt"):
@@ -41,7 +41,7 @@ def rendered_chat(tokenizer: Any, messages: Messages, variables: Mapping[str, An
 
 
 def in_form(messages: Messages, as_system: bool, in_parts: bool) -> list[dict[str, Any]]:
-    """The chat in one of the forms of `_FORMS`."""
+    """Return the chat in one of the forms of `_FORMS`."""
     return [
         {
             **message,
@@ -53,7 +53,7 @@ def in_form(messages: Messages, as_system: bool, in_parts: bool) -> list[dict[st
 
 
 def _readable(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The chat in the first form in which the template renders all messages. Empty contents are not checked."""
+    """Return the chat in the first form in which the template renders all messages. Empty contents are not checked."""
     marked = [{**each, "content": f"the message {i}." if each["content"] else ""} for i, each in enumerate(messages)]
     problems: list[ConfigError] = []
     for form in _FORMS:
@@ -77,5 +77,6 @@ def _readable(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) 
 def _applied(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) -> str:
     try:
         return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **variables))
-    except Exception as error:  # the template comes from the checkpoint, and its variables from the client
+    # the template comes from the checkpoint, and its variables from the client, so any error is possible
+    except Exception as error:
         raise ConfigError(f"the model's chat template refuses the messages: {error}") from error

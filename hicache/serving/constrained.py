@@ -1,5 +1,5 @@
-"""Restricts answers to a JSON schema: before each token, llguidance gives the tokens that may follow, and all others
-get probability 0.
+"""Restricts answers to a JSON schema: before each token, llguidance determines the tokens that may follow, and all
+other tokens get probability 0.
 
 The module can be imported without llguidance; a constraint then raises ConfigError.
 """
@@ -26,7 +26,7 @@ try:
 except ImportError:
     _library = _of_transformers = None
 
-# Enough for indentation. Without a limit, a small model may generate blanks forever.
+# The limit of whitespace is enough for indentation. Without a limit, a small model may generate blanks forever.
 _BLANKS = r"[ \n]{0,20}"
 _SILENT = 0
 
@@ -38,11 +38,11 @@ class JsonConstraint:
         self._matcher = matcher
 
     def copy(self) -> JsonConstraint:
-        """A copy for another answer, in the present state."""
+        """Return a copy for another answer, in the current state."""
         return JsonConstraint(self._matcher.deep_copy())
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Whether each token id may come next: bool [vocab] or slightly longer."""
+        """Return whether each token id may be the next token: bool [vocab] or slightly longer."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little").astype(np.bool_)
 
@@ -52,15 +52,16 @@ class JsonConstraint:
 
     @property
     def outcome(self) -> FinishReason | None:
-        """The finish reason: "stop" if the answer is complete, "error" if it exceeded a limit of the library; else
-        None."""
+        """Return the finish reason: "stop" if the answer is complete, "error" if it exceeded a limit of llguidance,
+        otherwise None."""
         if not self._matcher.is_stopped():
             return None
         return "error" if self._matcher.is_error() else "stop"
 
 
 class JsonAnswers:
-    """Creates the constraints of one model. For any thread. The first constraint takes a second."""
+    """Creates the constraints of one model. Any thread may call its methods. Creating the first constraint takes a
+    second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +70,8 @@ class JsonAnswers:
         self._lock = threading.Lock()
 
     def constraint(self, schema: str) -> JsonConstraint:
-        """A constraint by a schema in JSON. Raises ConfigError if the schema is wrong or unsupported by the library."""
+        """Return a constraint for a JSON schema. Raises ConfigError if the schema is wrong or llguidance does not
+        support it."""
         if _library is None:
             raise ConfigError("answers in JSON need llguidance of hicache[serve]: pip install 'hicache[serve]'")
         with self._lock:
@@ -98,7 +100,7 @@ class JsonAnswers:
 
 
 class _Bytes:
-    """The byte tokenizer in the form that the library expects."""
+    """The byte tokenizer in the form that llguidance expects."""
 
     eos_token_id, bos_token_id = ByteTokenizer.end_id, ByteTokenizer.bos_id
     special_token_ids = tuple(range(256, ByteTokenizer.num_tokens))

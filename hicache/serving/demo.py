@@ -67,7 +67,7 @@ class Turn:
         return self.recomputed.tokens == self.cached.tokens
 
     def line(self) -> str:
-        """A row under the table's header: tokens, and milliseconds to the first one."""
+        """Return a row of the table: tokens, and milliseconds to the first token."""
         output, hit = self.cached, dataclasses.asdict(self.cached.hit)
         name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
         tiers = [hit[tier] for tier in TIERS]
@@ -75,7 +75,7 @@ class Turn:
         return _line(name, output.prompt_tokens, *tiers, output.computed_tokens, *times)
 
     def text(self) -> str:
-        """Question and answer in a line each, with the prompt tokens from each tier."""
+        """Return question and answer in one line each, with the prompt tokens from each tier."""
         end = " ..." if self.cached.finish_reason == "length" else ""
         hits = [f"{tokens} from {tier}" for tier, tokens in dataclasses.asdict(self.cached.hit).items() if tokens]
         return (
@@ -86,7 +86,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a demo. `sizes`: tokens of the device tier, the host tier and the working set. `stats`: the
+    """The results of a demo. `sizes` are the tokens of the device tier, the host tier and the working set. `stats`: the
     engine's metrics at the end. `device`: name of the processor."""
 
     turns: Sequence[Turn]
@@ -146,7 +146,7 @@ class _Workload:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest prompt with its answer."""
+        """Tokens of the longest prompt together with its answer."""
         return max(len(prompt) for one in self.conversations for prompt in one.prompts) + self.max_new_tokens
 
     @property
@@ -160,9 +160,10 @@ class _Workload:
 
     @property
     def order(self) -> list[tuple[int, int]]:
-        """The turns as (conversation, turn): each round has one turn of every conversation, in alternating order.
+        """Return the turns as (conversation, turn): each round has one turn of every conversation, in alternating
+        order.
 
-        A round starts with the conversation that the previous one ended with, so all tiers get hits. If all rounds had
+        A round starts with the last conversation of the previous round, so that all tiers get hits. If all rounds had
         the same order, each page would be the least recently used one when it is needed again.
         """
         documents, turns = range(len(self.conversations)), range(len(self.conversations[0].prompts))
@@ -221,7 +222,7 @@ def converse(flags: argparse.Namespace, say: Say) -> Outcome:
 
 
 def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Say) -> list[Turn]:
-    """Serve the turns one after the other, and print a line of the table for each."""
+    """Serve the turns one after the other, and print a row of the table for each."""
     scheduler = _scheduler(workload, engine)
     plain_scheduler = _scheduler(workload, plain)
     turns: list[Turn] = []
@@ -230,7 +231,7 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Sa
         for index, (conversation, number) in enumerate(workload.order):
             request = workload.request(conversation, number)
             cached = _answer(scheduler, request, interrupt)
-            engine.flush()  # a person's turns are seconds apart, so that each turn is on disk before the next
+            engine.flush()  # turns of real users are seconds apart, so each turn is on disk before the next one
             unshared = dataclasses.replace(request, namespace=f"turn {index}")
             recomputed = _answer(plain_scheduler, unshared, interrupt)
             question = workload.conversations[conversation].questions[number]
@@ -262,7 +263,7 @@ def _answer(scheduler: Scheduler, request: Request, interrupt: CalmInterrupt) ->
 
 
 def _without_cache(workload: _Workload, config: EngineConfig) -> CacheEngine:
-    """An engine with a device tier for one request, and no tier below it."""
+    """Return an engine with a device tier for one request and no lower tiers."""
     device_tokens = _pages(workload.max_len, config.page_size) * config.page_size
     window_tokens = max(config.window_tokens, device_tokens) if workload.geometry.window_layers else 0
     device_only = dataclasses.replace(
@@ -284,12 +285,12 @@ def _load(flags: argparse.Namespace, say: Say) -> _Workload:
         require_usable(basis)
     device, dtype = device_named(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
-        dtype = torch.bfloat16  # for the model; only the pool stores 8 bits
+        dtype = torch.bfloat16  # dtype of the model; only the pool stores 8 bits
     choice = choose_model(flags.model, say)
     loaded = random_model(dtype, device) if choice.path is None else load_local(choice.path, dtype, device)
-    if choice.hub_name:  # its folder is named by the revision
+    if choice.hub_name:  # the folder of a hub model is named by its revision
         loaded = dataclasses.replace(loaded, name=choice.hub_name)
-    if choice.is_packaged:  # Answers of the small model end after their first sentence.
+    if choice.is_packaged:  # the answers of the small model end after their first sentence
         loaded = dataclasses.replace(loaded, eos_ids=loaded.eos_ids.union(loaded.tokenizer.encode(".")))
     document_tokens = _PACKAGED_DOCUMENT_TOKENS if choice.is_packaged else _DOCUMENT_TOKENS
     workload = _Workload(
@@ -328,7 +329,7 @@ def _basis(flags: argparse.Namespace) -> EngineConfig:
 
 
 def _config(flags: argparse.Namespace, **defaults: object) -> EngineConfig:
-    """The configuration of `flags`; dtype is float32 unless given."""
+    """Return the engine configuration that `flags` describe; dtype is float32 unless given."""
     config = EngineConfig.from_flags(flags, **defaults)
     return dataclasses.replace(config, dtype="float32") if config.dtype == "auto" else config
 
@@ -342,7 +343,7 @@ def _defaults(flags: argparse.Namespace, workload: _Workload, store: Path) -> di
     page, rows = basis.host_page_size, row_bytes(workload.geometry, basis.torch_dtype)
     # The longest conversation must fit, with one more page for the end of its answer.
     device_tokens = max(_pages(workload.working_set // 4, page), _pages(workload.max_len, page) + 1) * page
-    # At least two pages, and page 0 as the sink.
+    # At least two pages, and page 0 for padding.
     host_bytes = (max(2, _pages(workload.working_set // 2, page)) + 1) * page * (rows.full + rows.window)
     defaults: dict[str, object] = {
         "device_tokens": device_tokens,
@@ -351,14 +352,14 @@ def _defaults(flags: argparse.Namespace, workload: _Workload, store: Path) -> di
         "max_requests": 1,
         "max_context_len": _pages(workload.max_len, page) * page,
         "prefill_chunk_tokens": _CHUNK_TOKENS,
-        # Show all hits, however fast this machine computes.
+        # Load every prefix, so that the demo shows all hits on machines of any speed.
         "prefetch_mode": "wait_complete",
         "prefill_tokens_per_s": 0,
         "model_id": workload.loaded.model_id,
     }
     sources = EngineConfig.sources_of(flags)
     if rows.state and "host_bytes" not in sources:
-        # Two states per turn, at the ends of its prompt and of its answer, and state 0 as the sink.
+        # Two states per turn, at the ends of its prompt and of its answer, and state 0 for padding.
         defaults["host_states"] = 2 * workload.num_turns
         defaults["host_bytes"] = host_bytes + (2 * workload.num_turns + 1) * rows.state
     if workload.geometry.window_layers:

@@ -17,7 +17,7 @@ from hicache.serving.models import Tokenizer
 
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November")
 _MONTH_DAYS = 28
-_SENTENCES = 3  # for each day
+_SENTENCES = 3  # sentences of each day
 _WORDS = {
     "side": ("north", "south", "east", "west"),
     "sea": ("calm", "rough", "grey", "smooth", "high"),
@@ -147,8 +147,8 @@ _DIARIES = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation. `prompts`: tokens of each turn; all turns share the document, [0, `shared`). `questions`: one for
-    each turn."""
+    """A conversation. `prompts` are the tokens of each turn; all turns share the document, [0, `shared`). `questions`:
+    one for each turn."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -165,8 +165,8 @@ class Conversation:
 
 
 def chats_about_diaries(documents: int, turns: int, document_tokens: int, tokenizer: Tokenizer) -> list[Conversation]:
-    """Create conversations about diaries of at most `document_tokens`. They are always the same. Turns repeat a
-    question only after all questions of the diary were asked.
+    """Create conversations about diaries of at most `document_tokens`. The conversations are the same in each run.
+    Turns repeat a question only after all questions of the diary were asked.
 
     Raises ConfigError if a diary is too short for its facts, or if the model has no chat template.
     """
@@ -182,8 +182,8 @@ def chats_about_diaries(documents: int, turns: int, document_tokens: int, tokeni
 
 
 def document_lengths(documents: int, maximum: int) -> list[int]:
-    """Tokens of each document: from a third of `maximum` up to `maximum` in equal ratios, short and long
-    alternating."""
+    """Return the number of tokens of each document: from a third of `maximum` up to `maximum` in equal ratios, short
+    and long alternating."""
     steps = max(1, documents - 1)
     ascending = [round(maximum / 3 ** ((steps - i) / steps)) for i in range(documents)]
     middle = (documents + 1) // 2
@@ -203,7 +203,8 @@ def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer)
 
 
 def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer: Tokenizer) -> str:
-    """A title and the complete days that fit into `num_tokens`. Facts replace some days, spread evenly."""
+    """Return a title and as many complete days as fit into `num_tokens`. Facts replace some days, at equal
+    distances."""
     days, free_tokens = [], num_tokens - len(tokenizer.encode(title))
     for day in _days(diary, number):
         free_tokens -= len(tokenizer.encode(f"{day}\n"))
@@ -219,7 +220,7 @@ def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer:
 
 
 def _days(diary: _Diary, number: int) -> Iterator[str]:
-    """The days of a diary, without end."""
+    """Yield the days of a diary, without end."""
     chosen = random.Random(number)
     for day in itertools.count():
         words = {name: chosen.choice(words) for name, words in _WORDS.items()}

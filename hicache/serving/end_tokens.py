@@ -1,7 +1,7 @@
-"""Collects the tokens that end an answer: all that any file of a checkpoint names.
+"""Collects the tokens that end an answer: the union of the end tokens that any file of a checkpoint names.
 
 Fine-tuning often changes one file only: a tokenizer may end turns with <|im_end|> while the configuration names only
-<|endoftext|>. SGLang uses the union too. Files are read directly, because transformers' configuration objects have
+<|endoftext|>. SGLang uses this union too. Files are read directly, because transformers' configuration objects have
 default end tokens if a file names none.
 """
 
@@ -25,9 +25,9 @@ _ANSWER = "an answer to find again"
 
 
 def end_tokens(folder: Path, model_config: Any, tokenizer: Any) -> frozenset[int]:
-    """End tokens of generation_config.json, of config.json (or `model_config` if there is none) and its parts for text,
-    of the tokenizer, and of its chat template. Ids outside the model's vocabulary are dropped. Raises ConfigError for a
-    value that is no token id."""
+    """Return the end tokens of generation_config.json, of config.json (or `model_config` if there is none) and its
+    parts for text, of the tokenizer, and of its chat template. Ids outside the model's vocabulary are dropped. Raises
+    ConfigError for a value that is no token id."""
     generation, config = folder / "generation_config.json", folder / "config.json"
     found = [*_of_tokenizer(tokenizer), *_named(generation, _read(generation))]
     found += _named(config, _read(config) if config.is_file() else model_config.to_dict())
@@ -43,8 +43,8 @@ def _read(file: Path) -> Any:
 
 
 def _named(file: Path, values: Any) -> Iterable[int]:
-    """The tokens of `eos_token_id` (a number, a list or null) in a file and in those of its parts that describe a text
-    model."""
+    """Return the tokens of `eos_token_id` (a number, a list or null) in a file and in those of its parts that describe
+    a text model."""
     if not isinstance(values, Mapping):
         return
     given = values.get("eos_token_id")
@@ -57,8 +57,8 @@ def _named(file: Path, values: Any) -> Iterable[int]:
 
 
 def _of_tokenizer(tokenizer: Any) -> Iterable[int]:
-    """The tokenizer's end of a text, its end of a turn, and the added token with which its chat template ends an
-    answer."""
+    """Return the tokenizer's end-of-text token, its end-of-turn token, and the added token with which its chat template
+    ends an answer."""
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.unk_token_id, tokenizer.bos_token_id}
     texts = [tokenizer.special_tokens_map.get("eot_token", ""), _text_after_answer(tokenizer)]
     firsts = [tokenizer.encode(text, add_special_tokens=False)[:1] for text in texts if text]
@@ -68,7 +68,8 @@ def _of_tokenizer(tokenizer: Any) -> Iterable[int]:
 
 
 def _text_after_answer(tokenizer: Any) -> str:
-    """The text that the chat template writes after an answer; "" without a template, or if it refuses such a chat."""
+    """Return the text that the chat template writes after an answer; "" without a template, or if the template refuses
+    the test chat."""
     if not tokenizer.chat_template:
         return ""
     chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER}]

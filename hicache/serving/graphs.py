@@ -18,7 +18,7 @@ from hicache.device.base import KVCache
 from hicache.serving.passes import Chunk, PassContext
 
 log = logging.getLogger(__name__)
-_WARM_UPS = 2  # passes before a capture, which compile kernels and let libraries allocate their workspaces
+_WARM_UPS = 2  # forward passes before a capture, which compile kernels and let libraries allocate their workspaces
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Owned by the scheduler thread. `decode`: computes a batch without waiting for the device and without reading
-    values of tensors on the host."""
+    """Owns the CUDA graphs of a runner; used by the scheduler thread. `decode` computes a batch without waiting for the
+    device and without reading values of tensors on the host."""
 
     def __init__(self, context: PassContext, decode: Callable[[DecodeBatch], torch.Tensor]) -> None:
         self._context = context
@@ -84,7 +84,7 @@ class DecodeGraphs:
         if self._failure is not None:
             return False
         context, batch = self._context, DecodeBatch.of(size, self._context.device)
-        context.engine.begin_forward([])  # the warm-up and the capture wait for no load
+        context.engine.begin_forward([])  # the warm-up passes and the capture wait for no load
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(context.device)
         stream.wait_stream(torch.cuda.current_stream(context.device))
@@ -93,14 +93,14 @@ class DecodeGraphs:
                 for _ in range(_WARM_UPS):
                     self._decode(batch)
             torch.cuda.current_stream(context.device).wait_stream(stream)
-            # "thread_local", because other threads allocate memory and query events during the capture.
+            # The mode is "thread_local", because other threads allocate memory and query events during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._decode(batch)
         except RuntimeError as error:
             self._failure = error
             log.warning("decode passes of this model cannot be captured in CUDA graphs, and run without: %s", error)
             # torch 2.11: a capture that fails at its end leaves the random number generator in capture mode, so that
-            # eager draws raise. A successful capture resets it.
+            # eager draws raise. A successful capture leaves this mode.
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 batch.words.zero_()
             return False
@@ -111,19 +111,19 @@ class DecodeGraphs:
         return True
 
     def _wait_for_loads(self) -> None:
-        """Order the replay behind the last layer of each load."""
+        """Order the replay after the last layer of each load."""
         for layer in self._last_layers:
             self._context.pool.get_key_buffer(layer)
 
 
 def last_layers(pool: KVCache) -> tuple[int, ...]:
-    """The last stored layer of each slot space: the load of a space is complete when that layer has arrived. It cannot
-    be computed from the kinds of layers, because a pool may keep all tokens of a window layer."""
+    """Return the last stored layer of each slot space: the load of a space is complete when this layer has arrived.
+    This layer cannot be computed from the kinds of layers, because a pool may keep all tokens of a window layer."""
     return tuple(space.layout.layers[-1] for space in pool.slot_spaces)
 
 
 def bucket(num_requests: int) -> int:
-    """The smallest of 1, 2, 4, 8, 16, 24, 32, 40, ... that is at least `num_requests`."""
+    """Return the smallest of 1, 2, 4, 8, 16, 24, 32, 40, ... that is at least `num_requests`."""
     if num_requests <= 8:
         return 1 << (num_requests - 1).bit_length()
     return -(-num_requests // 8) * 8

@@ -1,5 +1,5 @@
-"""Models by their names in Hugging Face's hub, like Qwen/Qwen3-8B, in the cache directory that all tools of the hub
-share.
+"""Finds models by their names in Hugging Face's hub, like Qwen/Qwen3-8B, in the cache directory that all tools of the
+hub share.
 
 If a model is completely in the cache, it is used without asking the hub: a newer revision would be another model, and
 the stores have no pages of it. Only safetensors weights are downloaded, because they contain no code. huggingface_hub
@@ -26,7 +26,7 @@ _FILES: dict[str, Any] = {"allow_patterns": [_WEIGHTS, "*.json", "*.txt", "*.mod
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `text` can be a name of the hub. A directory of that name takes precedence."""
+    """Return whether `text` can be a name of the hub. A local directory of this name takes precedence."""
     return _NAME.fullmatch(text) is not None and not Path(text).is_dir()
 
 
@@ -37,7 +37,7 @@ def require_available(name: str) -> None:
 
 
 def downloaded(name: str, say: Callable[[str], object]) -> str:
-    """The folder of the model, which is downloaded if necessary; `say` is then called with a message. Raises
+    """Return the folder of the model, which is downloaded if necessary; `say` is then called with a message. Raises
     ConfigError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -55,8 +55,8 @@ def downloaded(name: str, say: Callable[[str], object]) -> str:
 
 
 def _cached(name: str) -> str | None:
-    """The folder of a model that is completely in the cache; None if it is not. Other programs may have cached single
-    files."""
+    """Return the folder of a model that is completely in the cache; None if it is not. Other programs may have cached
+    only some files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -80,7 +80,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _listed(name: str) -> int:
-    """Bytes of the model's files in the hub. Raises ConfigError if the hub does not have the model."""
+    """Return the bytes of the model's files in the hub. Raises ConfigError if the hub does not have the model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, RepositoryNotFoundError
 

@@ -8,9 +8,9 @@ from types import FrameType, TracebackType
 
 
 class CalmInterrupt:
-    """Inside the `with`, the first Ctrl-C is deferred to the next `check()`; the second one raises at once.
+    """Within the `with` block, the first Ctrl-C is deferred to the next `check()`; the second one raises at once.
 
-    Outside the main thread, which alone receives signals, it does nothing.
+    Outside of the main thread, which alone receives signals, the block has no effect.
     """
 
     def __init__(self) -> None:

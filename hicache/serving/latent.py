@@ -39,15 +39,15 @@ MAX_EXPANDED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _Expansion:
-    """The expansion of a span. `slots`: int64 [K], of the tokens of its sequences, one sequence after another.
-    `queries`: over these K rows."""
+    """The expanded rows of a span. `slots`, int64 [K], are those of the tokens of its sequences, one sequence after
+    another. `queries` are those over these K rows."""
 
     slots: torch.Tensor
     queries: PoolQueries
 
 
 class LatentSlotAttention(SlotAttention):
-    """The attention of one runner's passes over a pool of latent rows; see `SlotAttention`."""
+    """Computes the attention of one runner's passes over a pool of latent rows; see `SlotAttention`."""
 
     name = NAME
 
@@ -75,8 +75,9 @@ class LatentSlotAttention(SlotAttention):
         kv_b_proj: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Store the new rows of a layer, `latent` [B, 1, n, rank] and `rope` [B, 1, n, rope], and attend. `query` [B,
-        heads, n, nope + rope], `kv_b_proj` [heads * (nope + v), rank]. Returns [B, n, heads, v]."""
+        """Store the new rows of a layer, `latent` [B, 1, n, rank] and `rope` [B, 1, n, rope], and compute its
+        attention. `query` [B, heads, n, nope + rope], `kv_b_proj` [heads * (nope + v), rank]. Returns [B, n, heads,
+        v]."""
         pool, slot_pass, queries = self._latent_pool, self.slot_pass, token_rows(query)
         pool.set_mla_kv_buffer(layer, slot_pass.new_slots, token_rows(latent), token_rows(rope))
         outs = []
@@ -92,8 +93,8 @@ class LatentSlotAttention(SlotAttention):
     def _absorbed(
         self, layer: int, query: torch.Tensor, queries: PoolQueries, kv_b_proj: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend in absorbed form, for one token of each sequence: `query` [N, heads, nope + rope]. Returns [N, heads,
-        v]."""
+        """Compute attention in absorbed form, for one token of each sequence: `query` [N, heads, nope + rope]. Returns
+        [N, heads, v]."""
         stored, rank = self._latent_pool.get_key_buffer(layer), kv_b_proj.shape[1]
         nope, up = query.shape[2] - (stored.shape[2] - rank), kv_b_proj.view(query.shape[1], -1, rank)
         q_latent = torch.einsum("nhd,hdr->nhr", query[..., :nope], up[:, :nope])
@@ -105,8 +106,8 @@ class LatentSlotAttention(SlotAttention):
     def _expanded(
         self, layer: int, query: torch.Tensor, expansion: _Expansion, kv_b_proj: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend in expanded form, for several tokens of some sequences: `query` [N, heads, nope + rope]. Returns [N,
-        heads, v]. Expands some heads at a time, within `MAX_EXPANDED_BYTES`, but at least one."""
+        """Compute attention in expanded form, for several tokens of some sequences: `query` [N, heads, nope + rope].
+        Returns [N, heads, v]. Some heads are expanded at a time, within `MAX_EXPANDED_BYTES`, but at least one."""
         latent, rope = self._latent_pool.get_mla_kv_buffer(layer, expansion.slots, query.dtype)
         heads, nope = query.shape[1], query.shape[2] - rope.shape[2]
         up, outs = kv_b_proj.view(heads, -1, kv_b_proj.shape[1]), []
@@ -138,7 +139,7 @@ class LatentSlotLayer(SlotLayer):
 
 
 def absorbs(model: Any, geometry: ModelGeometry) -> bool:
-    """Whether each latent layer of `model` expands by a plain linear module, so that its weight can be split."""
+    """Return whether each latent layer of `model` expands rows by a plain linear module, whose weight can be split."""
     expanding = [module for name, module in model.named_modules() if name.endswith(".kv_b_proj")]
     plain = [module for module in expanding if type(module) is nn.Linear and module.bias is None]
     wide = [module for module in plain if module.weight.dtype.is_floating_point and module.weight.element_size() > 1]
@@ -178,7 +179,8 @@ def attend_to_latents(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function, see `transformers.AttentionInterface`. Does not read `key` and `value`."""
+    """The attention function that transformers calls (`transformers.AttentionInterface`). `key` and `value` are not
+    read."""
     if hicache is None or attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots; use --attention torch")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -192,7 +194,7 @@ AttentionInterface.register(NAME, attend_to_latents)
 
 
 def _expansion(span: QuerySpan) -> _Expansion:
-    """The expansion of a span, computed without waiting for the device."""
+    """Return the expansion of a span, computed without waiting for the device."""
     queries, num_keys = span.queries, sum(span.lengths)
     device, lengths = queries.table.device, queries.lengths.long()
     sequences = torch.arange(len(lengths), device=device)

@@ -14,13 +14,13 @@ import torch
 
 from hicache.kernels.pool_attention import AttentionRule
 
-MIN_QUERIES = 2048  # with fewer queries, reading slots in place is as fast
+MIN_QUERIES = 2048  # minimum length of a long chunk: for shorter chunks, reading slots in place is as fast
 _SEGMENT_TOKENS = 32768  # prefix tokens gathered at a time: their keys and values take 128 MiB in 8B geometry
 _HOPPER = (9, 0)
 
 
 def suits(query: torch.Tensor, rule: AttentionRule) -> bool:
-    """Whether this module can compute attention by `rule` for `query` [n, heads, dim] on this device."""
+    """Return whether cuDNN can compute attention by `rule` for `query` [n, heads, dim] on this device."""
     plain = not (rule.window or rule.chunk or rule.softcap) and rule.sinks is None
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not (plain and half and query.device.type == "cuda" and query.shape[2] % 8 == 0 and query.shape[2] <= 128):
@@ -54,7 +54,7 @@ def long_extend(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [1, heads, n, dim], and log-sum-exps float32 [1, heads, n, 1]."""
+    """Return outputs [1, heads, n, dim], and log-sum-exps float32 [1, heads, n, 1]."""
     states = [x.transpose(0, 1)[None] for x in (query, key, value)]
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *states, None, True, 0.0, is_causal, False, scale=scale

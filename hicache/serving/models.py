@@ -30,7 +30,7 @@ from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
-# Parameters of `apply_chat_template` itself, which requests may not set. Tools are not implemented.
+# Parameters of `apply_chat_template` itself, which requests may not set. Tools are not supported.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "add_generation_prompt", "continue_final_message", "documents"
 }  # fmt: skip
@@ -39,13 +39,13 @@ _FILES: Mapping[str, Any] = MappingProxyType({"local_files_only": True, "trust_r
 # transformers fills tensors that the files lack, or have in another shape, with random values, and reports their names.
 _WEIGHTS: Mapping[str, Any] = MappingProxyType({"ignore_mismatched_sizes": True, "output_loading_info": True})
 _MAX_NAMED_TENSORS = 3
-UNLIMITED = 1 << 24  # positions of a model whose configuration names no limit
+UNLIMITED = 1 << 24  # positions of a model whose configuration gives no limit
 RANDOM_CONTEXT = 131072
 
 
 class ChatTokens(NamedTuple):
-    """The prompt of a chat. `history_len`: tokens before the generation prompt, with which the answer begins. The next
-    turn's prompt may render the answer differently, and then shares only these tokens."""
+    """The prompt of a chat. `history_len` is the number of tokens before the generation prompt, with which the answer
+    begins. The next turn's prompt may render the answer differently, and then shares only these tokens."""
 
     ids: list[int]
     history_len: int
@@ -58,32 +58,32 @@ class Tokenizer(Protocol):
     def max_token_chars(self) -> int: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a part of a prompt, without the special tokens at the ends of a complete prompt."""
+        """Return the ids of a part of a prompt, without the special tokens at the ends of a complete prompt."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a complete prompt, with the special tokens that the tokenizer adds at its ends."""
+        """Return the ids of a complete prompt, with the special tokens that the tokenizer adds at its ends."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
-        """The prompt for the assistant's answer to `messages`, with special tokens. Each message has a "role", a
+        """Return the prompt for the assistant's answer to `messages`, with special tokens. Each message has a "role", a
         "content" and optionally a "name".
 
-        `variables`: of the chat template; `add_generation_prompt` is true unless given. Raises ConfigError if the
-        tokenizer has no chat template, or if the template refuses the messages or skips one.
+        `variables` are those of the chat template; `add_generation_prompt` is true unless given. Raises ConfigError if
+        the tokenizer has no chat template, or if the template refuses the messages or skips one.
         """
         ...
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
-        """A decoder for tokens that follow `prompt`, one by one. `skip_special`: special tokens decode to empty
+        """Return a decoder for tokens that follow `prompt`, one by one. `skip_special`: special tokens decode to empty
         text."""
         ...
 
 
 class ByteTokenizer:
-    """One token for each byte of UTF-8; ids from 256 on are special.
+    """A tokenizer with one token for each byte of UTF-8; ids from 256 on are special.
 
     A chat is bos, then for each message: the start token, its role, a line feed, its content, the end token.
     """
@@ -138,8 +138,8 @@ class LocalTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The exact text of the tokens. transformers would clean up spaces and so change text that was already
-        streamed."""
+        """Return the exact text of the tokens. transformers would clean up spaces, which would change text that was
+        already streamed."""
         return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
@@ -174,8 +174,8 @@ class LoadedModel:
 
 
 def random_model(dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A Llama model over bytes with 3.7 million random weights. They are drawn on the CPU, so all machines have equal
-    ones."""
+    """Return a Llama model over bytes with 3.7 million random weights. The weights are drawn on the CPU, so they are
+    equal on all machines."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -205,7 +205,7 @@ def random_model(dtype: torch.dtype, device: torch.device) -> LoadedModel:
 
 
 def local_tokenizer(path: str) -> LocalTokenizer:
-    """The tokenizer in a directory. Downloads nothing. Raises exceptions of transformers."""
+    """Return the tokenizer in a directory. Downloads nothing. Raises exceptions of transformers."""
     return LocalTokenizer(AutoTokenizer.from_pretrained(path, **_FILES))
 
 
@@ -237,8 +237,8 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
 
 
 def _reason(path: str, error: Exception) -> str:
-    """The reason why transformers failed to load, in one line. If a class of the model or tokenizer is in the
-    directory, transformers asks for `trust_remote_code`; hicache has no such setting."""
+    """Return the reason why transformers failed to load a model, in one line. If a class of the model or tokenizer is
+    in the directory, transformers asks for `trust_remote_code`; hicache has no such setting."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" not in text:
         return text[:300]
@@ -271,8 +271,8 @@ def _listed(tensors: Collection[str]) -> str:
 
 
 def _suggested_sampling(file: Path) -> SamplingParams:
-    """The sampling parameters that the file itself contains. transformers' object would add defaults. Raises
-    ConfigError."""
+    """Return the sampling parameters that generation_config.json itself contains. transformers' object would add
+    defaults. Raises ConfigError."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     try:
         suggested = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -283,8 +283,8 @@ def _suggested_sampling(file: Path) -> SamplingParams:
 
 
 def model_identity(model: Any) -> str:
-    """SHA-256, as 32 hex digits, over the configuration and all bytes of every parameter and buffer, including buffers
-    that no checkpoint contains."""
+    """Return the SHA-256, as 32 hex digits, of the configuration and all bytes of every parameter and buffer, including
+    buffers that no checkpoint contains."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_WEIGHTS}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):

@@ -49,7 +49,7 @@ def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list
 
 
 def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> torch.Tensor:
-    """A copy of the logits with -inf for tokens that the constraint of a row does not allow."""
+    """Return a copy of the logits with -inf for tokens that the constraint of a row does not allow."""
     allowed = np.zeros((len(constraints), logits.shape[1]), dtype=np.bool_)
     for row, constraint in zip(allowed, constraints.values(), strict=True):
         allowed_mask = constraint.allowed()[: len(row)]
@@ -66,8 +66,8 @@ def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) ->
         return logits
     counts = [req.num_logits for req in requests]
     for req, rows in zip(requests, logits.split(counts), strict=True):
-        # Row i predicts token kv_len + i + 1. Rows beyond the end of the prompt, and tokens scored before, are left
-        # out.
+        # Row i predicts token kv_len + i + 1. Rows after the end of the prompt, and tokens that were scored before, are
+        # left out.
         start, end = max(req.num_scored, req.kv_len + 1), min(req.end + 1, len(req.request.tokens))
         if req.is_scoring and start < end:
             scored, tokens = rows[start - req.kv_len - 1 : end - req.kv_len - 1], req.sequence[start:end].tolist()
@@ -77,8 +77,8 @@ def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) ->
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> list[TokenLogprobs]:
-    """Log probabilities of `tokens[i]` by `logits[i]`, float32 [n, vocab], and of the `num` most likely tokens there.
-    The host waits once for the device."""
+    """Return log probabilities of `tokens[i]` by `logits[i]`, float32 [n, vocab], and those of the `num` most likely
+    tokens. The host waits once for the device."""
     logprobs = logits.log_softmax(-1)
     ids = torch.tensor(tokens).to(logits.device, non_blocking=True)[:, None]
     values, top = logprobs.topk(num := min(num, logits.shape[1]), -1)
@@ -92,8 +92,8 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> lis
 def logit_changes(
     params: SamplingParams, prompt: npt.NDArray[np.int64], generated: npt.NDArray[np.int64], held_back: Collection[int]
 ) -> Changes:
-    """The changes of logits for `params`. `prompt`: its tokens, each once. `generated`: int64 [any number].
-    `held_back`: ids that must not be chosen."""
+    """Return the changes of logits that `params` requires. `prompt` are the tokens of the prompt, each once.
+    `generated`: int64 [any number]. `held_back` are ids that must not be chosen."""
     biased = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
     stops = np.array([*held_back], dtype=np.int64)
     seen = np.concatenate([prompt, generated]) if params.repetition_penalty != 1 else generated

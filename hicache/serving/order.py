@@ -1,10 +1,11 @@
-"""The order of service: a request with less left to compute goes first, but waiting counts too.
+"""The order of service: a request with less left to compute is served first, but waiting counts too.
 
     rank_s = submitted_s - lead_s + min(max_overtake_s, 4 * left_s)        lower ranks go first
     rank_s = submitted_s - lead_s + max_overtake_s                         of a preemptible request
 
-A second less of computing is worth four seconds of waiting. The rank of a waiting request changes only if the tiers get
-more of its prompt. So at equal priority it goes before all requests submitted more than `max_overtake_s` later.
+Having one second less to compute is worth four seconds of waiting. The rank of a waiting request changes only if more
+of its prompt is cached. Therefore, at equal priority, a request is served before all requests submitted more than
+`max_overtake_s` later.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class ServingOrder:
         self._followed.assume(*measured.terms)
 
     def follow_speed(self) -> bool:
-        """Whether the prefill speed has changed by a tenth. Then ranks use the new speed, and all must be computed
-        again."""
+        """Return whether the prefill speed has changed by a tenth. If it has, ranks use the new speed, and all ranks
+        must be computed again."""
         for num_tokens in (_SHORT_TOKENS, _LONG_TOKENS):
             before_s, now_s = (cost.seconds(0, num_tokens) for cost in (self._followed, self._measured))
             if abs(now_s - before_s) > _SPEED_CHANGE * before_s:
@@ -44,28 +45,29 @@ class ServingOrder:
         return False
 
     def rank_s(self, req: ScheduledRequest) -> float:
-        """The rank of a request: of a running one by the rest of its prompt, of a waiting one by the tokens that no
-        tier is known to have. Its priority counts as a submission earlier by `lead_s`. A preemptible request has the
-        highest rank that its submission allows."""
+        """Return the rank of a request. For a running request, the rest of its prompt counts; for a waiting request,
+        the tokens that no tier is known to have. The priority counts like an earlier submission, by `lead_s`. A
+        preemptible request has the highest rank that its submission allows."""
         start = req.expected_len if req.lease is None else req.kv_len
         left_s = math.inf if req.is_preemptible else self._followed.seconds(start, req.length)
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)
 
 
 def is_computed_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:
-    """Whether a waiting request would be computed in one of the next passes. Until then it is not admitted, because it
-    may find more tokens in the cache later, and because shorter requests may arrive that go before it."""
+    """Return whether a waiting request would be computed in one of the next passes. If not, it is not admitted, because
+    more of its tokens may become cached, and because shorter requests may arrive that are served first."""
     prompts = (other for other in running if not other.is_decoding and other.rank < req.rank)
     return sum(prompt.length - prompt.kv_len for prompt in prompts) < _PASSES_AHEAD * pass_tokens
 
 
 def is_computed_for_another(req: ScheduledRequest, running: Iterable[ScheduledRequest], page_size: int) -> bool:
-    """Whether a running prompt of no lower priority is about to compute complete pages at the beginning of this waiting
-    request. Some passes later it finds them in the cache; if admitted now, it would compute them a second time."""
+    """Return whether a running prompt of the same or higher priority is about to compute complete pages at the
+    beginning of this waiting request. If so, the waiting request will hit these pages some passes later; if admitted
+    now, it would compute them a second time."""
     for other in running:
         if other.is_decoding or other.lead_s < req.lead_s or other.request.namespace != req.request.namespace:
             continue
-        end = (other.kv_len // page_size + 1) * page_size  # of the page that the running prompt computes next
+        end = (other.kv_len // page_size + 1) * page_size  # end of the page that the running prompt computes next
         if end <= min(other.length, len(req.cacheable)) and np.array_equal(other.sequence[:end], req.sequence[:end]):
             return True
     return False

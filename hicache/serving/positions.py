@@ -12,13 +12,14 @@ from typing import Any
 
 
 def position_limit(config: Any) -> int:
-    """The positions of a model at which keys depend only on their own position; 0: no limit is configured."""
+    """Return the number of positions at which a model's keys depend only on their own position; 0: no limit is
+    configured."""
     limits = [getattr(config, "max_position_embeddings", None), stretched_beyond(config)]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=0)
 
 
 def stretched_beyond(config: Any) -> int:
-    """The sequence length above which all keys depend on the length; 0: they never do."""
+    """Return the sequence length above which all keys depend on the length; 0: they never do."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     lengths = []
     for rope in (parameters, *parameters.values()):

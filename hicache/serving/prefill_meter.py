@@ -1,8 +1,8 @@
 """Measures the prefill speed during serving, reports it to the engine, and computes the budget of the next pass from
 it.
 
-On CUDA the runner returns after it launched a pass. `report` reads the events around the pass in a later step, when the
-device has passed them, so it never waits for them. On the CPU the pass has run when the runner returns.
+On CUDA the runner returns after it launched a pass. `report` reads the events around a pass in a later step, when the
+device has reached them, so it never waits for them. On the CPU, a pass has already run when the runner returns.
 
     budget of a pass    [prompt by rank | next prompt | ...], each a chunk that begins where its KV ends
 
@@ -26,14 +26,17 @@ from hicache.flow.cost import PrefillCost
 from hicache.serving.passes import Chunk
 from hicache.serving.request_queue import ScheduledRequest
 
-_ASSUMED_TOKEN_S = 1e-3  # seconds per token before the first pass
-_FIRST_TOKENS_ON_CPU = 256  # prompt tokens of a pass before one was measured; a GPU has no such limit
-_TARGET_SHARE = 0.8  # of the maximum time of a pass: if passes aimed at the maximum, half of them would exceed it
-_DECAY = 0.25  # weight of earlier passes after another full pass
-_SOLE_FACTOR = 4  # times the maximum time, for a pass that delays no decoding request
-_STEP_TOKENS = 16  # chunks are multiples of this; the first chunk has at least this many, so that prompts make progress
+_ASSUMED_TOKEN_S = 1e-3  # assumed seconds per token before the first pass
+_FIRST_TOKENS_ON_CPU = 256  # maximum prompt tokens of a pass before one was measured; a GPU has no such limit
+# planned share of the maximum time: if passes were planned for the maximum, half of them would exceed it
+_TARGET_SHARE = 0.8
+_DECAY = 0.25  # weight of earlier passes for each new full pass
+_SOLE_FACTOR = 4  # factor on the maximum time for a pass that delays no decoding request
+# chunks are multiples of this; the first chunk has at least this number, so that prompts make progress
+_STEP_TOKENS = 16
 _MAX_SCORED_TOKENS = 512  # prompt tokens of a pass whose logits are kept: each has 150 000 logits of 4 bytes
-_MAX_GROWTH = 1 / 64  # at 1 / growth preceding tokens, attention costs as much as all other operations
+# limit of the growth: at 1 / growth preceding tokens, attention costs as much as all other operations
+_MAX_GROWTH = 1 / 64
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class PassBudget:
         self._is_unused = True
 
     def share_of(self, req: ScheduledRequest) -> int:
-        """Tokens of a prompt that the pass may compute; for the first prompt at least one."""
+        """Return the number of tokens of a prompt that the pass may compute; for the first prompt at least one."""
         share = min(self._tokens, self._within_work(req.kv_len))
         return min(share, self._scored) if req.is_scoring else share
 
@@ -73,13 +76,14 @@ class PassBudget:
         if math.isinf(self._work):
             return self._tokens
         cost, work = 1 + self._growth * start, max(0.0, self._work)
-        # num * (cost + growth * num / 2) = work
+        # Solve num * (cost + growth * num / 2) = work.
         num = 2 * work / (cost + math.sqrt(cost * cost + 2 * self._growth * work))
         return max(int(num) // _STEP_TOKENS, int(self._is_unused)) * _STEP_TOKENS
 
 
 class PrefillPace:
-    """Estimates how many prompt tokens this machine computes in `max_pass_s` seconds, by recent passes. 0: no limit.
+    """Estimates from recent passes how many prompt tokens this machine computes in `max_pass_s` seconds. A `max_pass_s`
+    of 0 means no limit.
 
     The time of a pass includes its decoding requests. `first_tokens`: prompt tokens of a pass before one was measured.
     """
@@ -88,7 +92,7 @@ class PrefillPace:
         self._aim_s = _TARGET_SHARE * max_pass_s
         self._first_tokens = first_tokens
         self._cost = PrefillCost()
-        self._work = self._seconds = 0.0  # of passes, weighted by `_DECAY` for each full pass that ended later
+        self._work = self._seconds = 0.0  # sums over passes, weighted by `_DECAY` for each full pass that ended later
 
     def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         """Note that a pass over `num_tokens` prompt tokens took `seconds`."""
@@ -102,7 +106,7 @@ class PrefillPace:
 
     def budget(self, num_tokens: int, has_streams: bool) -> PassBudget:
         """The budget of the next pass, at most `num_tokens` prompt tokens. The pass may take four times as long if no
-        request decodes in it: then it delays only arriving and aborted requests, and longer passes compute more tokens
+        request decodes in it: it then delays only arriving and aborted requests, and longer passes compute more tokens
         per second."""
         if not self._aim_s:
             return PassBudget(num_tokens)
@@ -115,13 +119,13 @@ class PrefillPace:
     @property
     def _growth(self) -> float:
         token_s, pair_s = self._cost.terms
-        is_clamped = pair_s > _MAX_GROWTH * token_s  # also if token_s is 0 and there is no ratio
+        is_clamped = pair_s > _MAX_GROWTH * token_s  # true if token_s is 0, when the ratio does not exist
         return _MAX_GROWTH if is_clamped else pair_s / token_s if token_s else 0.0
 
 
 class PrefillMeter:
-    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU. `max_pass_s`: as in the scheduler.
-    `cost`: of prefill, by the passes so far."""
+    """Measures passes for one scheduler; used by its thread. `clock` gives seconds, for passes on the CPU. `max_pass_s`
+    is that of the scheduler. `cost` is the prefill cost measured so far."""
 
     def __init__(
         self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter, max_pass_s: float = 0.0
@@ -137,15 +141,16 @@ class PrefillMeter:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the device has not finished the last pass over prompts."""
+        """Return whether the device has not finished the last pass over prompts."""
         return self._last is not None and not self._last.query()
 
     @contextmanager
     def measure(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """Inside, the caller launches a pass over `chunks`, which is timed. A pass that raises does not count.
+        """Time the pass over `chunks` that the caller launches within the `with` block. A pass that raises is not
+        counted.
 
         A pass that waits for a load does not count either, because the wait would count as computing. Decoded tokens of
-        the same pass are not counted, but their time is, because prompts in a pass with them take that long.
+        the same pass are not counted, but their time is, because prompts share passes with them.
         """
         prompts = [chunk for chunk in chunks if not chunk.is_decode]
         num_tokens = sum(chunk.end - chunk.start for chunk in prompts)
@@ -167,18 +172,18 @@ class PrefillMeter:
             self._observe(num_tokens, self._clock() - begin_s, positions / num_tokens)
 
     def _mark(self, num_tokens: int) -> None:
-        """Note that a pass was launched that does not count."""
+        """Record that a pass was launched that is not counted."""
         if self._on_cuda and num_tokens:
             self._last = torch.cuda.Event()
             self._last.record()
 
     def budget(self, num_tokens: int, has_streams: bool) -> PassBudget:
-        """The budget of the next pass, see `PrefillPace.budget`."""
+        """Return the budget of the next pass, as `PrefillPace.budget` does."""
         return self._pace.budget(num_tokens, has_streams)
 
     def saved_s(self, hit: Hit) -> dict[str, float]:
-        """By tier, seconds of computing that its hits of a prompt saved: the device has its beginning, then follow the
-        host and the stores."""
+        """Return, for each tier, the seconds of computing that its hits of a prompt saved. The device had the beginning
+        of the prompt, followed by the host and the stores."""
         saved, start = dict[str, float](), 0
         for tier, num_tokens in asdict(hit).items() if self.cost.is_measured else ():
             saved[tier], start = self.cost.seconds(start, start + num_tokens), start + num_tokens

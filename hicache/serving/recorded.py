@@ -22,7 +22,7 @@ SUPPORTED = (
     "beside full attention, a recurrent state of one convolution and one temporal part, with keys and values of one "
     "shape for each kind, grouped heads included, or latent rows of one size"
 )
-NUM_TOKENS = 6  # longer than a convolution window
+NUM_TOKENS = 6  # more tokens than a convolution window
 
 
 class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -42,7 +42,7 @@ class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped 
 
 
 def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chunk: int) -> ModelGeometry:
-    """The geometry that one pass of `model` shows, given the kinds of its layers.
+    """Return the geometry that one pass of `model` shows, given the kinds of its layers.
 
     Layers of a kind must store keys and values of one shape, [1, kv_heads, tokens, head_dim], or latents and rotary
     parts of keys, [1, 1, tokens, rank] and [1, 1, tokens, rope]. A layer that stores nothing is assumed to read the
@@ -92,7 +92,7 @@ def _without_attention(kind: LayerKind) -> StateLayer | DummyLayer:
 
 
 def _sources(name: str, layers: Sequence[_Recorder | None]) -> tuple[int, ...]:
-    """For each layer, the layer whose keys and values it reads; () if every layer stores its own."""
+    """Return, for each layer, the layer whose keys and values it reads; () if every layer stores its own."""
     last: dict[LayerKind, int] = {}
     sources = []
     for layer_id, layer in enumerate(layers):
@@ -111,7 +111,7 @@ def _sources(name: str, layers: Sequence[_Recorder | None]) -> tuple[int, ...]:
 
 
 def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
-    """The parts of a latent row if all layers store latent rows; else None."""
+    """Return the parts of a latent row if all layers store latent rows, otherwise None."""
     rank, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if rank and rope:
         row = (1, 1, NUM_TOKENS, rank), (1, 1, NUM_TOKENS, rope)
@@ -121,7 +121,7 @@ def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
 
 
 def _heads(name: str, layers: Sequence[_Recorder], *kinds: LayerKind) -> HeadShape | None:
-    """The heads of the layers of these kinds; None without such layers."""
+    """Return the heads of the layers of these kinds; None without such layers."""
     stored = sorted({pair for layer in layers if layer.kind in kinds for pair in layer.shapes})
     if not stored:
         return None
@@ -134,7 +134,8 @@ def _heads(name: str, layers: Sequence[_Recorder], *kinds: LayerKind) -> HeadSha
 
 
 def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None:
-    """The shapes and dtypes of the recurrent states, which must be equal in all `layers`; None without layers."""
+    """Return the shapes and dtypes of the recurrent states, which must be equal in all `layers`; None without
+    layers."""
     states = [layer.state for layer in layers]
     found = {
         StateGeometry(
@@ -169,8 +170,8 @@ class _Calls:
 
 @torch.inference_mode()
 def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
-    """Whether each attention layer calls the registered function once a pass, with the keys and values that it stores,
-    or expands latent rows by a module that can be absorbed."""
+    """Return whether each attention layer calls the registered function once per pass with the keys and values that it
+    stores, or expands latent rows by a module that can be absorbed."""
     if geometry.latent is not None and not absorbs(model, geometry):
         return False
     recorder = _Calls()
@@ -187,7 +188,7 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
                 **cache_argument(model, StateCache(layers=layers)),
             )
     except (UnsupportedModel, TypeError):
-        return False  # a layer has its own biases, or the model's forward does not accept the argument
+        return False  # a layer adds its own biases, or the model's forward does not accept the argument
     kinds = {layer: kind for layer, kind in enumerate(geometry.kinds) if kind not in ("recurrent", "stateless")}
     if geometry.latent is not None:
         return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter([*kinds])

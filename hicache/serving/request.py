@@ -18,8 +18,8 @@ from hicache.serving.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log probability of a token at its position, by the model's unchanged logits, and the most likely tokens there
-    with theirs, in order. The first token of a prompt has none."""
+    """The log probability of a token at its position, by the model's unchanged logits, and the most likely tokens at
+    this position with their log probabilities, in order. The first token of a prompt has none."""
 
     token: int
     logprob: float | None
@@ -34,10 +34,10 @@ OnToken = Callable[[int], None]
 
 
 class Constraint(Protocol):
-    """Restricts the tokens of one answer. Its state depends on the tokens taken so far."""
+    """Restricts the tokens of one answer. The state of a constraint depends on the tokens taken so far."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Whether each token id may come next. Ids beyond the end of the array may not."""
+        """Return whether each token id may be the next token. Ids beyond the end of the array may not."""
         ...
 
     def take(self, token: int) -> None:
@@ -46,7 +46,7 @@ class Constraint(Protocol):
 
     @property
     def outcome(self) -> FinishReason | None:
-        """The reason why no further token may follow; None if one may."""
+        """Return the reason why no further token may follow; None if one may."""
         ...
 
 
@@ -128,7 +128,7 @@ class RequestOutput:
 
 
 class Runner(Protocol):
-    """The part of a model runner that the scheduler uses; implemented by `ModelRunner`."""
+    """The methods of a model runner that the scheduler uses; `ModelRunner` implements them."""
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute and store KV of `chunks`, which belong to different requests.

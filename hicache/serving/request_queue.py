@@ -74,17 +74,17 @@ class ScheduledRequest:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it need not wait for a prefetch."""
+        """Return whether the request need not wait for a prefetch."""
         return self.prefetch is None or self.prefetch.ready
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether later requests go before it, within `max_overtake_s`: pages of its prompt are still being read, and
-        it would wait for them if other requests were delayed by computing it."""
+        """Return whether later requests are served before this one, within `max_overtake_s`: pages of its prompt are
+        still being read, and it would wait for them if computing it delayed other requests."""
         return self.prefetch is not None and self.prefetch.is_preemptible and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:
-        """Note the lease of an admission. Hits count at the first one."""
+        """Store the lease of an admission. Hits are counted at the first admission."""
         self.lease = lease
         self.kv_len = lease.cached_len
         self.stalled_since_s = 0.0
@@ -92,7 +92,7 @@ class ScheduledRequest:
             self.hit = lease.hit
 
     def note_loaded(self, hit: Hit) -> None:
-        """Note tokens behind the computed ones that need no computing any more."""
+        """Record tokens after the computed ones that no longer need computing."""
         assert self.lease is not None and self.hit is not None
         self.kv_len += hit.tokens
         if self.lease.request.is_counted or not self.request.is_counted:
@@ -114,12 +114,12 @@ class ScheduledRequest:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits of the next pass, over [kv_len, end)."""
+        """Return the number of rows of logits of the next pass, over [kv_len, end)."""
         return self.end - self.kv_len if self.is_scoring else 1
 
     @property
     def cacheable(self) -> npt.NDArray[np.int64]:
-        """The tokens to look up in the cache. The last of them is always computed."""
+        """Return the tokens to look up in the cache. The last of them is always computed."""
         return self.tokens[: self.num_scored] if self.is_scoring else self.tokens
 
     @property
@@ -132,7 +132,7 @@ class ScheduledRequest:
 
     @cached_property
     def distinct_prompt_tokens(self) -> npt.NDArray[np.int64]:
-        """The tokens of the prompt, each once."""
+        """Return the tokens of the prompt, each once."""
         return np.unique(self.request.tokens)
 
     @property
@@ -141,13 +141,13 @@ class ScheduledRequest:
         return self.lease
 
     def has_stalled(self, now_s: float, timeout_s: float) -> bool:
-        """Whether it has waited longer than `timeout_s` for slots that only a transfer could free."""
+        """Return whether the request has waited longer than `timeout_s` for slots that only a transfer could free."""
         self.stalled_since_s = self.stalled_since_s or now_s
         return now_s - self.stalled_since_s > timeout_s
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """The reason why generation has ended; None if it continues."""
+        """Return the reason why generation has ended; None if it continues."""
         if self.num_generated and int(self.sequence[self.length - 1]) in self.request.eos_ids:
             return "stop"
         if (constraint := self.request.constraint) is not None and constraint.outcome is not None:
@@ -155,7 +155,8 @@ class ScheduledRequest:
         return "length" if self.length == len(self.sequence) else None
 
     def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
-        """The request for admission now. If it was admitted before, it does not count as a new prompt."""
+        """Return the request for an admission now. If the request was admitted before, it does not count as a new
+        prompt."""
         request = self.request
         return CacheRequest(
             self.request_id,
@@ -172,7 +173,7 @@ class ScheduledRequest:
         )
 
     def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:
-        """The outcome if the request ends now."""
+        """Return the outcome if the request ends now."""
         return RequestOutput(
             request_id=self.request_id,
             prompt_tokens=len(self.request.tokens),
@@ -218,7 +219,7 @@ class RequestQueue:
 
     @property
     def last(self) -> ScheduledRequest:
-        """The request to serve last."""
+        """Return the request that is served last."""
         return self._requests[-1]
 
     def __iter__(self) -> Iterator[ScheduledRequest]:

@@ -28,8 +28,8 @@ __all__ = ["Chunk", "ForwardEngine", "ModelRunner"]
 
 
 class ModelRunner:
-    """Runs `model` over the pools of `engine`. `geometry`: describes its layers (`check_supported(model)`). Called on
-    the scheduler thread only. It owns no request.
+    """Runs forward passes of `model` over the pools of `engine`. `geometry`: describes its layers
+    (`check_supported(model)`). Called on the scheduler thread only. It owns no request.
 
     `attention`: "triton" reads the pool's slots in place with kernels (their torch twins without a GPU). "torch" is
     transformers' own attention over gathered keys. "auto" is triton on CUDA for models that call the registered
@@ -93,7 +93,7 @@ class ModelRunner:
         return self._passes.run(chunks)
 
     def prefill(self, lease: Lease, tokens: npt.NDArray[np.int64], start: int, end: int) -> torch.Tensor:
-        """`forward` of tokens [start, end) of one request. Logits [vocab]."""
+        """Compute tokens [start, end) of one request, as `forward` does, and return its logits [vocab]."""
         return self.forward([Chunk(lease, tokens, start, end)])[0]
 
 

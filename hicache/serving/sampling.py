@@ -28,7 +28,7 @@ class SamplingParams:
     subtracted from logits of tokens in the answer, `frequency_penalty` once for each occurrence. No stop token is
     chosen before `min_tokens`.
 
-    `seed`: fixes the choices of a request, whatever else is in the batch. Raises ConfigError for values out of range.
+    `seed` determines the sampled tokens of a request, for any batch. Raises ConfigError for values out of range.
     """
 
     temperature: float = 0.0
@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before a token is chosen."""
+        """Return whether logits are changed before a token is chosen."""
         penalises = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalises or self.logit_bias or self.min_tokens)
 
@@ -94,7 +94,7 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], steps:
 
 
 def uniform(seed: int, step: int) -> float:
-    """The number in [0, 1) that decides the token of a request at that step."""
+    """Return the number in [0, 1) that determines the token of a request at a step."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())
 
 
@@ -116,9 +116,9 @@ def _sample(
     is_cut = (top_k[:, None] > 0) & (ranks >= top_k[:, None]) | (weights < min_p[:, None])
     weights = weights.masked_fill(is_cut, 0)
     cumulative = (weights / weights.sum(-1, keepdim=True)).cumsum(-1)
-    # Keep [0, last]: the first rank where the sum reaches top_p is the last one kept.
+    # Keep ranks [0, last]: the first rank at which the sum reaches top_p is the last one that is kept.
     last = torch.where(top_p < 1, (cumulative < top_p[:, None]).sum(-1), (weights > 0).sum(-1) - 1)
-    # Rows of NaN or only -inf have no rank.
+    # Rows that consist of NaN or -inf have no rank.
     last = last.clamp(0, logits.shape[1] - 1)[:, None]
     drawn = (cumulative <= uniforms[:, None] * cumulative.gather(-1, last)).sum(-1, keepdim=True)
     return order.gather(-1, drawn.minimum(last))[:, 0]

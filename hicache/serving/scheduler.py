@@ -40,12 +40,12 @@ from hicache.serving.waiting_requests import WaitingRequests
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
-_LOOK_UPS = 4  # waiting requests whose prefixes are looked up again in a step, after commits
-_MAX_RETRIES = 1  # of a request after its prefix failed to load
+_LOOK_UPS = 4  # waiting requests whose prefixes are looked up again per step, after commits
+_MAX_RETRIES = 1  # retries of a request whose prefix failed to load
 
 
 class Scheduler:
-    """Serves requests through `runner` over `engine`. All methods are called on one thread.
+    """Serves requests through `runner` over `engine`. One thread calls all methods.
 
     `chunk_tokens`: tokens of one pass: one for each request that decodes, and the others, at least one, for prompts.
     `max_pass_s`: maximum time of a pass with prompts, by the measured prefill speed, if requests decode in it;
@@ -85,7 +85,8 @@ class Scheduler:
         order = ServingOrder(max_overtake_s, self.prefill_meter.cost)
         self._waiting = WaitingRequests(order)
         self._running_batch = RequestQueue(order.rank_s)
-        self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []  # a heap; requests may have ended
+        # a heap; it may contain requests that have ended
+        self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []
         self._finished: list[RequestOutput] = []
         self._arrivals = itertools.count()
         self._num_commits = 0
@@ -104,9 +105,9 @@ class Scheduler:
         """Queue a request and start to prefetch its pages. Raises ConfigError if the id is in use, and InvalidTokens;
         then nothing is queued.
 
-        `on_token` is called with each token, in order, when it is chosen. It may submit and abort requests, but not
-        step. If it raises, its request ends with CallbackFailed. `logprobs`: log probabilities that the request asks
-        for are appended to it before `on_token` is called.
+        `on_token` is called with each token, in order, when it is chosen. `on_token` may submit and abort requests, but
+        must not call `step`. If `on_token` raises, its request ends with CallbackFailed. `logprobs`: log probabilities
+        that the request asks for are appended to it before `on_token` is called.
         """
         if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
@@ -120,8 +121,8 @@ class Scheduler:
             self._finish(req, "error", PromptTooLong(len(req.sequence), max_len, "max_context_len"))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that ended since the last step. Sleeps briefly if there is nothing to
-        do."""
+        """Run one step. Returns the requests that ended since the last step. If there is nothing to do, `step` sleeps
+        briefly."""
         self.prefill_meter.report()
         self._engine.poll()
         self._expire()
@@ -185,8 +186,8 @@ class Scheduler:
                 self._finish(req, "timeout")
 
     def _look_up_again(self) -> None:
-        """Look up prefixes again, after commits and after prefetches became ready, beginning with the oldest
-        look-up."""
+        """Look up the prefixes of waiting requests again, after commits and when prefetches become ready, beginning
+        with the oldest look-up."""
         for _ in range(_LOOK_UPS):
             if (req := self._waiting.next_to_look_up(self._num_commits)) is None:
                 return
@@ -223,7 +224,7 @@ class Scheduler:
                     self._finish(req, "error", error)
 
     def _admit(self, req: ScheduledRequest) -> None:
-        """Acquire a lease. Raises ResourceExhausted and PromptTooLong."""
+        """Acquire a lease for a request. Raises ResourceExhausted and PromptTooLong."""
         if len(self._running_batch) >= self._max_running:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
         reserve = self._chunk_tokens if self._engine.takes_chunks else None
@@ -234,9 +235,10 @@ class Scheduler:
     # One batch
 
     def _compose(self) -> list[ScheduledRequest]:
-        """The requests of the next pass, with slots for their tokens [kv_len, end): first those that decode, then
-        prompts within the budget, each by rank. A preemptible request and all after it join no pass before the device
-        has finished the last one: meanwhile pages arrive that then need no computing."""
+        """Return the requests of the next pass, with slots for their tokens [kv_len, end): first those that decode,
+        then prompts within the budget, each by rank. A preemptible request, and all requests after it, join no pass
+        before the device has finished the last pass: until then, more of their pages may be read, which then need no
+        computing."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
             if req.is_decoding:
@@ -254,15 +256,16 @@ class Scheduler:
         return list(batch)
 
     def _join(self, req: ScheduledRequest) -> None:
-        """Load pages that an overlapped prefetch has read behind the computed tokens."""
+        """Load pages that an overlapped prefetch has read after the computed tokens."""
         if req.lease is not None and req.prefetch is not None and req.prefetch.overlaps:
             req.note_loaded(self._engine.join(req.lease, req.kv_len))
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
-        """Add tokens up to `end` of a request to the batch. Returns False if it gets no slots now.
+        """Add tokens up to `end` of a request to the batch. Returns False if the request gets no slots now.
 
-        If no slots are free, the last running request is preempted and leaves the batch; it may be this one. If this is
-        the only running request, wait for backups first, because pages keep their slots until they are copied.
+        If no slots are free, the last running request is preempted and removed from the batch; it may be this request.
+        If this is the only running request, wait for backups first, because pages keep their slots until they are
+        copied.
         """
         has_waited = False
         while req.lease is not None and end > req.lease.length:
@@ -328,8 +331,8 @@ class Scheduler:
     # Preemption, retry, end
 
     def _preempt_below(self, req: ScheduledRequest) -> bool:
-        """Preempt the last running request if a waiting one has higher priority and a lower rank. Returns whether it
-        did."""
+        """Preempt the last running request if a waiting one has higher priority and a lower rank. Returns whether a
+        request was preempted."""
         last = self._running_batch.last if self._running_batch else req
         if before := req.lead_s > last.lead_s and req.rank < last.rank:
             self._preempt(last)
@@ -344,8 +347,8 @@ class Scheduler:
         self._requeue(req)
 
     def _repeat(self, batch: Sequence[ScheduledRequest], error: TransferError | None = None) -> None:
-        """Restart the requests of a pass that raised, because it may have advanced states, which cannot be undone.
-        Requests whose prefix failed to load with `error` restart a limited number of times."""
+        """Restart the requests of a pass that raised, because the pass may have advanced recurrent states, which cannot
+        be undone. Requests whose prefix failed to load with `error` restart a limited number of times."""
         held = [req for req in batch if req.lease is not None]
         failed = [req for req in held if error and self._engine.load_failed(req.held_lease)] or held
         for req in held:
@@ -355,8 +358,8 @@ class Scheduler:
                 self._requeue(req)
 
     def _retry(self, req: ScheduledRequest, error: TransferError) -> None:
-        """Requeue a request whose prefix failed to load. Its pages are no longer on the device, so they are loaded
-        again or computed."""
+        """Requeue a request whose prefix failed to load. The pages of this prefix are no longer on the device, so they
+        are loaded again or computed."""
         if req.retries >= _MAX_RETRIES:
             self._finish(req, "error", error)
             return
@@ -364,7 +367,7 @@ class Scheduler:
         self._requeue(req)
 
     def _requeue(self, req: ScheduledRequest) -> None:
-        """Release the lease of a running request, which waits again at its old rank."""
+        """Release the lease of a running request and queue the request at its old rank."""
         self._engine.release(req.held_lease, continues=True)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False

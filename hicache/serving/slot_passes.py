@@ -21,12 +21,12 @@ from hicache.serving.cache import BatchStates, StateCache, new_state_layer, stor
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs
 from hicache.serving.passes import Chunk, PassContext
 
-_MAX_COMPILED = 1 << 16  # variants of a model in a process; more than there are batch sizes
+_MAX_COMPILED = 1 << 16  # maximum compiled variants of a model in a process; more than the number of batch sizes
 
 
 class SlotPasses:
-    """See `Passes`. `attention`: the attention of the layers. `use_graphs`: replay decode passes on CUDA. `compiled`:
-    let torch.compile fuse the model's own kernels in the captured passes."""
+    """Passes over slots, which implement `Passes`. `attention`: the attention of the layers. `use_graphs`: replay
+    decode passes on CUDA. `compiled`: let torch.compile fuse the model's own kernels in the captured passes."""
 
     def __init__(
         self, context: PassContext, attention: SlotAttention, *, use_graphs: bool = True, compiled: bool = False
@@ -123,8 +123,8 @@ class SlotPasses:
         states: BatchStates | None,
         is_start: bool = False,
     ) -> torch.Tensor:
-        """Logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: indices of the tokens of a single row
-        whose logits are kept; None: the last token of each row."""
+        """Return logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: indices of the tokens of a
+        single row whose logits are kept; None: the last token of each row."""
         context = self._context
         layers = [self._layer(layer, kind, states, is_start) for layer, kind in enumerate(context.geometry.kinds)]
         cache = StateCache(layers=layers)
@@ -149,7 +149,7 @@ class SlotPasses:
         return logits[0] if keep else logits[0, last]
 
     def _layer(self, layer: int, kind: LayerKind, states: BatchStates | None, is_start: bool) -> Any:
-        """The entry of a layer in the `Cache` of a pass."""
+        """Create the entry of a layer in the `Cache` of a pass."""
         if kind == "stateless":
             return DummyLayer()
         attention = None if kind == "recurrent" else self._attention.layer(is_sliding=kind == "window")
@@ -161,7 +161,7 @@ class SlotPasses:
 
     @property
     def _group(self) -> int:
-        """Query heads per key head."""
+        """The number of query heads per key head."""
         config = self._context.model.config.get_text_config()
         return max(1, int(config.num_attention_heads) // self._kv_heads)
 
@@ -174,6 +174,6 @@ class SlotPasses:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, compiled for each shape of its inputs. By default torch stops compiling after eight shapes."""
+    """Return `forward`, compiled for each shape of its inputs. By default torch stops compiling after eight shapes."""
     unlimited = torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED, accumulated_recompile_limit=_MAX_COMPILED)
     return unlimited(torch.compile(forward, dynamic=False))  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ _KINDS: dict[str, LayerKind] = {
     "mlp": "stateless",
     "moe": "stateless",
 }
-# These settings must be equal in all layers; others may differ between layers.
+# Settings that must be equal in all layers; other settings may differ between layers.
 _OF_ALL_LAYERS = {
     "alibi",
     "attention_chunk_size",
@@ -46,13 +46,14 @@ _OF_ALL_LAYERS = {
     "sliding_window",
     "use_sliding_window",
 }
-# Relative to the logits' standard deviation. Over all families of transformers, float32 rounding gave at most 4e-5.
+# The limit is relative to the logits' standard deviation. Over all families of transformers, float32 rounding caused
+# differences of at most 4e-5.
 _MAX_DIFFERENCE = 0.001
 
 
 def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
-    """The geometry of `model`, a transformers causal language model, served with `attention` (see `ModelRunner`).
-    Raises UnsupportedModel with the reason.
+    """Return the geometry of `model`, a transformers causal language model, served with `attention` (see
+    `ModelRunner`). Raises UnsupportedModel with the reason.
 
     No other code may use the model during the call, which changes and restores its configuration and weights.
     """
@@ -67,7 +68,7 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
             num_tokens, bounds = trial_length(config), _bounds(config, kinds)
             recorded = recorded_geometry(model, kinds, **bounds)
             is_wide = model.dtype == torch.float32
-            if not is_wide:  # check first that it runs in its own dtype
+            if not is_wide:  # check first that the model runs in its own dtype
                 Trial(model, num_tokens).served_difference(recorded, attention)
             stack.enter_context(float32_weights(model))
             geometry = recorded if is_wide else recorded_geometry(model, kinds, **bounds)
@@ -84,8 +85,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
 
 
 def untried_geometry(model: Any) -> ModelGeometry:
-    """The geometry of `model`, by its configuration and one recorded pass. No results are compared, so the weights may
-    be on the device "meta". Raises UnsupportedModel like `check_supported` before its trial."""
+    """Return the geometry of `model`, by its configuration and one recorded pass. No results are compared, so the
+    weights may be on the device "meta". Raises UnsupportedModel like `check_supported` before its trial."""
     config, kinds = model.config.get_text_config(), _examined(model)
     with torch.inference_mode():
         recorded = recorded_geometry(model, kinds, **_bounds(config, kinds))
@@ -93,7 +94,8 @@ def untried_geometry(model: Any) -> ModelGeometry:
 
 
 def _examined(model: Any) -> tuple[LayerKind, ...]:
-    """The kinds of the layers. Raises UnsupportedModel if configuration or signature rule the model out."""
+    """Return the kinds of the layers. Raises UnsupportedModel if the configuration or the signature of the model rules
+    it out."""
     config = model.config.get_text_config()
     reason = _config_reason(config) or _interface_reason(model)
     if reason:
@@ -102,7 +104,7 @@ def _examined(model: Any) -> tuple[LayerKind, ...]:
 
 
 def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attention) -> str:
-    """The reason why the results of a trial rule the model out; empty if they do not."""
+    """Return the reason why the results of a trial rule the model out; empty if they do not."""
     difference = trial.served_difference(geometry, attention)
     if difference <= _MAX_DIFFERENCE:
         return ""
@@ -125,7 +127,7 @@ def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attenti
 
 
 def _interface_reason(model: Any) -> str:
-    """The reason why the signature of the model's forward rules it out; empty if it does not."""
+    """Return the reason why the signature of the model's forward rules it out; empty if it does not."""
     takes = inspect.signature(model.forward).parameters
     if cache_keyword(model) is None:
         return "no key-value cache (its forward takes neither cache nor past_key_values)"
@@ -135,8 +137,8 @@ def _interface_reason(model: Any) -> str:
 
 
 def _layer_types(config: Any) -> list[str]:
-    """transformers' name of each layer's type. Without `layer_types` in the configuration, all layers have the same
-    type."""
+    """Return transformers' name of each layer's type. Without `layer_types` in the configuration, all layers have the
+    same type."""
     types = getattr(config, "layer_types", None)
     if types is not None:
         return [str(layer_type) for layer_type in types]
@@ -147,12 +149,12 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _window(config: Any) -> int:
-    """Tokens in the sliding window, including the current one; 0: no window is configured."""
+    """Return the number of tokens in the sliding window, including the current one; 0: no window is configured."""
     return int((getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)) or 0)
 
 
 def _bounds(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, int]:
-    """The fields `window` and `chunk` of the geometry."""
+    """Return the fields `window` and `chunk` of the geometry."""
     return {
         "window": _window(config) if "window" in kinds else 0,
         "chunk": int(config.attention_chunk_size) if "chunked" in kinds else 0,
@@ -160,7 +162,7 @@ def _bounds(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, int]:
 
 
 def _several_windows(config: Any) -> str:
-    """The setting that gives layers windows of different sizes, with its value; empty if there is none."""
+    """Return the setting that gives layers windows of different sizes, with its value; empty if there is none."""
     for name, value in config.to_dict().items():
         sizes = list(value.values()) if isinstance(value, Mapping) else value
         if "window" in name and isinstance(sizes, list | tuple) and len({str(size) for size in sizes}) > 1:
@@ -169,7 +171,7 @@ def _several_windows(config: Any) -> str:
 
 
 def _config_reason(config: Any) -> str:
-    """The reason why the configuration rules the model out; empty if it does not."""
+    """Return the reason why the configuration rules the model out; empty if it does not."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder"
     varying = sorted({*(config.per_layer_attributes or ())} & _OF_ALL_LAYERS)

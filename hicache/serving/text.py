@@ -10,20 +10,21 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 _REPLACEMENT = "\ufffd"
-_MAX_HELD_TOKENS = 64  # without a complete character; then they are emitted as replacement characters
+# maximum tokens without a complete character; after that they are emitted as replacement characters
+_MAX_HELD_TOKENS = 64
 _MAX_CHARACTER_BYTES = 4
-_CONTEXT_TOKENS = 6  # because a decoder may treat the first token of a sequence differently
+_CONTEXT_TOKENS = 6  # number of context tokens; a decoder may treat the first token of a sequence differently
 
 
 class TextDecoder(Protocol):
     """Converts the tokens of one sequence to text. Returned text never changes."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, without characters that later tokens may change."""
+        """Return the text that `token` completes, without characters that later tokens may change."""
         ...
 
     def finish(self) -> str:
-        """The rest of the text. Incomplete characters become U+FFFD."""
+        """Return the rest of the text. Incomplete characters become U+FFFD."""
         ...
 
 
@@ -61,7 +62,7 @@ class TokenDecoder:
         try:
             text: str | None = self._stream.step(self._tokenizer, token)
         except Exception as error:
-            if "Invalid prefix" not in str(error):  # tokenizers raises no special class
+            if "Invalid prefix" not in str(error):  # the library raises no specific exception class
                 raise
             return self._restarted()  # after a broken character, a decoder may change the characters before it
         if text is None:
@@ -79,7 +80,7 @@ class TokenDecoder:
         return text
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt that begin and end at character boundaries; empty if there are none."""
+        """Return the last tokens of the prompt that begin and end at character boundaries; empty if there are none."""
         ends = (
             list(prompt[-num_tokens:]) for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES)
         )
@@ -92,8 +93,8 @@ class TokenDecoder:
 class StopMatcher:
     """Cuts a text before the first complete occurrence of one of `stops`, however the text is divided into pieces.
 
-    If several end at the same character, the longest counts. Text that may be the beginning of a stop string is held
-    back.
+    If several stop strings end at the same character, the longest one counts. Text that may be the beginning of a stop
+    string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -102,7 +103,7 @@ class StopMatcher:
         self.found = False
 
     def push(self, text: str) -> str:
-        """The text that certainly precedes any stop string; empty after one was found."""
+        """Return the text that certainly precedes any stop string; empty after one was found."""
         if self.found or not self._stops:
             return "" if self.found else text
         text = self._held + text
@@ -117,11 +118,11 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """The held text, because the text has ended."""
+        """Return the held text, because the text has ended."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -40,7 +40,8 @@ _NO_BOUND = re.compile(r"^num_|^max_window_layers$|experts")
 
 @contextmanager
 def short_window(config: Any) -> Iterator[None]:
-    """Inside, a sliding window or attention chunk of more than 64 tokens is replaced by one of 3 tokens."""
+    """Within the `with` block, a sliding window or attention chunk of more than 64 tokens is replaced by one of 3
+    tokens."""
     with ExitStack() as stack:
         for name in ("sliding_window", "attention_chunk_size"):
             size = getattr(config, name, None)
@@ -51,7 +52,8 @@ def short_window(config: Any) -> Iterator[None]:
 
 
 def trial_length(config: Any) -> int:
-    """Tokens of a sequence that exceeds every limit of a layer's attention, as far as the model's positions allow.
+    """Return the length of a sequence that exceeds every limit of a layer's attention, as far as the model's positions
+    allow.
 
     Call it inside `short_window`. Raises UnsupportedModel if the sequence would be too long for a trial.
     """
@@ -89,18 +91,18 @@ class Trial:
         self._plain = [plain_logits(model, tokens) for tokens in self._sequences]
 
     def lookahead_difference(self) -> float:
-        """Difference that later tokens cause in the logits of earlier ones."""
+        """Return the difference that later tokens cause in the logits of earlier tokens."""
         long, half = self._sequences[1], len(self._sequences[1]) // 2
         return relative_difference(plain_logits(self._model, long[:half])[-1], self._plain[1][half - 1])
 
     def numbering_difference(self) -> float:
-        """Difference that explicit positions 0, 1, 2, ... cause in the logits."""
+        """Return the difference that explicit positions 0, 1, 2, ... cause in the logits."""
         short = self._sequences[0]
         ids = torch.arange(len(short), device=self._model.device)[None]
         return relative_difference(plain_logits(self._model, short, position_ids=ids)[-1], self._plain[0][-1])
 
     def served_difference(self, geometry: ModelGeometry, attention: Attention) -> float:
-        """Difference between the logits of the served sequences and of plain forwards."""
+        """Return the difference between the logits of the served sequences and those of plain forward passes."""
         num_tokens = sum(len(tokens) for tokens in self._sequences)
         with _small_engine(self._model, geometry, num_tokens) as engine:
             runner = ModelRunner(self._model, engine, geometry, attention=attention, use_graphs=False)
@@ -136,21 +138,21 @@ class Trial:
 
 @torch.inference_mode()
 def plain_logits(model: Any, tokens: npt.NDArray[np.int64], **arguments: torch.Tensor) -> torch.Tensor:
-    """Logits, float32 [len, vocab], of one forward without a cache."""
+    """Return the logits, float32 [len, vocab], of one forward pass without a cache."""
     ids = torch.from_numpy(tokens).to(model.device)[None]
     logits: torch.Tensor = model(input_ids=ids, use_cache=False, **arguments).logits[0]
     return logits.float()
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The maximum difference divided by the standard deviation of `expected`; infinite if a logit is NaN."""
+    """Return the maximum difference divided by the standard deviation of `expected`; infinite if a logit is NaN."""
     largest = (logits - expected).abs().max() / expected.std().clamp_min(1e-6)
     return float(largest.nan_to_num(nan=float("inf")))
 
 
 def _small_engine(model: Any, geometry: ModelGeometry, num_tokens: int) -> CacheEngine:
-    """An engine with capacity for `num_tokens` in the model's dtype and no host or disk tier."""
-    num_tokens += 2 * (geometry.window + 1)  # the engine keeps this number free for windows
+    """Create an engine with capacity for `num_tokens` in the model's dtype and no host or disk tier."""
+    num_tokens += 2 * (geometry.window + 1)  # the engine keeps this number of slots free for windows
     return build_engine(
         EngineConfig(
             device_tokens=num_tokens,

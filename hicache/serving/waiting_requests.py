@@ -54,12 +54,12 @@ class WaitingRequests:
             self._queue.sort()
 
     def next_to_look_up(self, num_commits: int) -> ScheduledRequest | None:
-        """The ready request with the oldest look-up; None if it was looked up after `num_commits` commits."""
+        """Return the ready request with the oldest look-up; None if it was looked up after `num_commits` commits."""
         req = next(iter(self._looked_up), None)
         return None if req is None or req.seen_commits >= num_commits else req
 
     def note_look_up(self, req: ScheduledRequest) -> None:
-        """Note that the prefix of a ready request was looked up again."""
+        """Record that the prefix of a ready request was looked up again."""
         self._looked_up.move_to_end(req)
         self._queue.update(req)
 

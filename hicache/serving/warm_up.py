@@ -1,7 +1,7 @@
 """Prepares a server on CUDA before its first request: compiles kernels, captures graphs and measures prefill.
 
-Otherwise the first requests would wait for compilation, and `prefetch_mode=auto` would not know the cost of computing.
-The cache keeps nothing of it.
+Without this, the first requests would wait for compilation, and `prefetch_mode=auto` would not know the cost of
+computing. The cache keeps no page of these prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
     Prompts take at most half of the device tier's slots. Call it before any request is admitted.
     """
     num_slots, windows = engine.pool.size, engine.inspect.context.by_name.get(SWA)
-    if isinstance(windows, SlidingWindow):  # it may have fewer slots, and a prompt frees none before its commit
+    # a window pool may have fewer slots, and a prompt frees none before its commit
+    if isinstance(windows, SlidingWindow):
         num_slots = min(num_slots, windows.max_tokens)
     max_len = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
     tokens = np.zeros(max_len, dtype=np.int64)
@@ -49,7 +50,8 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
 
 
 def _decode_batches(engine: CacheEngine, runner: ModelRunner, max_running: int) -> None:
-    """Decode a batch of each graph's size, up to the requests that the device tier has slots and states for."""
+    """Decode a batch of each graph's size, up to the number of requests for which the device tier has slots and
+    states."""
     token, leases = np.zeros(1, dtype=np.int64), list[Lease]()
     try:
         with suppress(ResourceExhausted):

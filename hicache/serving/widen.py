@@ -17,7 +17,7 @@ from torch import nn
 
 @contextmanager
 def float32_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes in float32 without TF32.
+    """Within the `with` block, `model` computes in float32 without TF32.
 
     Tensors outside of lists of layers (embeddings, the head) are widened all the time, those of a layer only during its
     own forward. Afterwards the model has its original tensors. No other code may use the model meanwhile.
@@ -43,7 +43,7 @@ def _without_tf32() -> Iterator[None]:
     matmul: Any = torch.backends.cuda.matmul
     settings: list[tuple[Any, str, Any]] = [(matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
     if getattr(matmul, "fp32_precision", None) is not None:
-        # Torch 2.9 and later has these names, and raises if both these and the older ones are used.
+        # These names exist in torch 2.9 and later, which raises if these and the older names are both used.
         settings = [(matmul, "fp32_precision", "ieee"), (cudnn.conv, "fp32_precision", "ieee")]
     with ExitStack() as stack:
         for owner, name, value in settings:
@@ -53,7 +53,8 @@ def _without_tf32() -> Iterator[None]:
 
 
 class _WidenedTensors:
-    """Tensors that are float32 between `widen` and `restore`. Both are idempotent and take a hook's arguments."""
+    """Tensors that are float32 between `widen` and `restore`. Both methods are idempotent and take a hook's
+    arguments."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -72,7 +73,7 @@ class _WidenedTensors:
 
 
 def _split(model: nn.Module) -> tuple[list[torch.Tensor], list[nn.Module]]:
-    """The tensors outside of every `ModuleList`, and the modules in the outermost `ModuleList`s."""
+    """Return the tensors outside of every `ModuleList`, and the modules in the outermost `ModuleList`s."""
     outside = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
     layers: list[nn.Module] = []
     for child in model.children():

@@ -1,1 +1,1 @@
-"""`hicache chat`: questions about files, with the tiers that each prompt's tokens came from."""
+"""`hicache chat`: ask questions about files, and show which tiers had the tokens of each prompt."""

@@ -24,24 +24,27 @@ from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.loopback import is_loopback
 from hicache.serving.packaged_model import CHAT_FIELDS, NAME
 
-_TIMEOUT_S = 600.0  # until the next part of an answer, because a long prompt takes long to compute
-_MIN_TIMED_TOKENS = 512  # of a prompt used to measure the prefill speed; shorter ones take mostly other time
+_TIMEOUT_S = 600.0  # maximum time until the next part of an answer; a long prompt takes long to compute
+# minimum tokens of a prompt from which the prefill speed is measured; the time of shorter prompts is mostly spent
+# elsewhere
+_MIN_TIMED_TOKENS = 512
 
 
 @dataclass
 class Conversation:
-    """A conversation. `server`: its address, for messages. `documents`: text before the first question."""
+    """A conversation with a server. `server` is its address, for messages. `documents` is the text before the first
+    question."""
 
     client: openai.OpenAI
     server: str
     max_tokens: int
     documents: str = ""
     _messages: list[Any] = field(default_factory=list)
-    _tokens_per_s: float | None = None  # of the first prompt
+    _tokens_per_s: float | None = None  # prefill speed of the first prompt
 
     def ask(self, question: str, on_text: Callable[[str], object]) -> str:
-        """Ask a question, and pass the answer to `on_text` part by part. Returns a line about its prompt. Raises
-        HiCacheError."""
+        """Ask a question, and pass the answer to `on_text` part by part. Returns a line about the tiers that had the
+        prompt. Raises HiCacheError."""
         if self.documents and not self._messages:
             question = f"{self.documents}\n\nQuestion: {question}"
         self._messages.append({"role": "user", "content": question})
@@ -56,7 +59,7 @@ class Conversation:
         return self._line(usage.prompt_tokens, cached, first_token_s)
 
     def _answer(self, on_text: Callable[[str], object]) -> tuple[str, float, Any]:
-        """The text of an answer, the seconds until its first token, and the usage that the server reports."""
+        """Return the text of an answer, the seconds until its first token, and the usage that the server reports."""
         begin_s, first_token_s, text, usage = time.perf_counter(), 0.0, "", None
         model = self.client.models.list().data[0].id
         more: Any = {"stream_options": {"include_usage": True}, **(CHAT_FIELDS if model == NAME else {})}
@@ -71,7 +74,7 @@ class Conversation:
         return text, first_token_s, usage
 
     def _line(self, prompt_tokens: int, cached: Mapping[str, int], first_token_s: float) -> str:
-        """A line with the tiers that the prompt's tokens came from, and the time that this saved."""
+        """Return a line with the tiers that had the prompt's tokens, and the time that the cache saved."""
         sources = [f"{tokens:,} from {tier}" for tier, tokens in cached.items() if tokens]
         computed = f"{prompt_tokens - sum(cached.values()):,} computed"
         line = f"{prompt_tokens:,} prompt tokens: {', '.join([*sources, computed])}; first token {first_token_s:.2f} s"
@@ -83,7 +86,7 @@ class Conversation:
 
 
 def documents_of(files: Sequence[Path]) -> str:
-    """The texts of the files, each below its name. Raises ConfigError if a file is empty or not text."""
+    """Return the texts of the files, each below its name. Raises ConfigError if a file is empty or not text."""
     texts = {file: read_text(file).strip() for file in files}
     if empty := [str(file) for file, text in texts.items() if not text]:
         raise ConfigError(f"{empty[0]} is empty; give a file with text")
@@ -91,10 +94,10 @@ def documents_of(files: Sequence[Path]) -> str:
 
 
 def _as_own(error: openai.APIError, server: str) -> HiCacheError:
-    """The client library's error as a hicache error with a remedy."""
+    """Convert an error of the client library to a HiCacheError with a remedy."""
     if isinstance(error, openai.APIConnectionError):
         return NoServer(server, str(error.__cause__ or error))
-    # Without the status that the client library puts before the server's message.
+    # Drop the status that the client library puts before the server's message.
     server_message = (
         error.body["message"] if isinstance(error.body, dict) and "message" in error.body else error.message
     )
@@ -123,7 +126,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _client(server: str, key: str) -> openai.OpenAI:
-    """The client of a server. Raises ConfigError if the environment names an unusable proxy."""
+    """Return the client of a server. Raises ConfigError if the environment names an unusable proxy."""
     try:
         through = openai.DefaultHttpxClient(trust_env=False) if is_loopback(server) else None
         return openai.OpenAI(
@@ -138,7 +141,7 @@ def _client(server: str, key: str) -> openai.OpenAI:
 
 @contextlib.contextmanager
 def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
-    """The address of the server given by --url, or of a server started here."""
+    """Yield the address of the server given by --url, or of a server started in this process."""
     if flags.url is None:
         server = importlib.import_module("hicache.serving.server.embedded")
         with server.embedded(flags, lambda line: _note(notes, line)) as url:
@@ -147,13 +150,13 @@ def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
         raise ConfigError("the server at --url has a model and settings of its own; leave --url or the others out")
     else:
         client = MetricsClient(flags.url)
-        client.read()  # raises unless it is a hicache server
+        client.read()  # raises unless the server is hicache
         yield client.server
 
 
 def _typed(notes: Console) -> Iterator[str]:
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # with it, input() has a history
+        importlib.import_module("readline")  # gives input() a history
     _note(notes, "Ctrl-D ends the chat")
     with contextlib.suppress(EOFError):
         while True:

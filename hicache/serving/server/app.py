@@ -38,7 +38,7 @@ from hicache.serving.server.workers import PromptWorkers
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _PAGE = Path(__file__).with_name("dashboard.html")
-# The page sends requests only to its own server, and cannot be shown in a frame.
+# The dashboard page sends requests only to its own server, and cannot be shown in a frame.
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -47,7 +47,7 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class AppSettings:
-    """Settings of the application. `api_key`: empty: every client may send requests."""
+    """Settings of the application. An empty `api_key` means that every client may send requests."""
 
     api_key: str
     max_body_bytes: int
@@ -56,7 +56,8 @@ class AppSettings:
 class EventStream(Response):
     """Server-sent events of a generation.
 
-    The response begins with the first token, so that earlier errors set its status; later errors are sent as events.
+    The response begins with the first token, so that earlier errors set its HTTP status; later errors are sent as
+    events.
     """
 
     def __init__(self, generation: Generation, reply: Reply, fields: dict[str, Any]) -> None:
@@ -88,7 +89,7 @@ class EventStream(Response):
 
 
 def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> RequestLog:
-    """The application. `frontend` need not be serving yet."""
+    """Create the ASGI application. `frontend` need not be serving yet."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)
     model = frontend.model
@@ -222,17 +223,18 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        return RedirectResponse("dashboard")  # relative: a proxy may put a prefix before it
+        return RedirectResponse("dashboard")  # a relative address, because a proxy may put a prefix before it
 
     @app.get("/metrics.json")
     async def metrics_json() -> Response:
-        """`figures`: those of hicache.monitoring.figures. `time_s`: a monotonic time of the server."""
+        """Return the figures of the dashboard. `figures` are those of hicache.monitoring.figures; `time_s` is a
+        monotonic time of the server."""
         payload = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
         return JSONResponse(payload, headers={"Cache-Control": "no-store"})
 
 
 async def _constraint(answers: JsonAnswers, body: GenerationBody) -> JsonConstraint | None:
-    """The constraint of a request, made on a thread, because a large schema takes long. Raises `ApiError`."""
+    """Return the constraint of a request, created on a thread, because a large schema takes long. Raises `ApiError`."""
     schema = None if body.response_format is None else body.response_format.answer_schema
     if schema is None:
         return None
@@ -257,13 +259,13 @@ async def _answer(
         return EventStream(generation, reply, record.fields)
     async with watched(request.receive, generation, record.fields):
         texts = await generation.collect()
-    # On a thread, because log probabilities of a long prompt take long to encode.
+    # The reply is encoded on a thread, because log probabilities of a long prompt take long.
     return await run_in_threadpool(lambda: JSONResponse(reply.complete(texts, generation.usage)))
 
 
 def _require_json(request: Request) -> None:
-    """Refuse other content types: a page of another site could send them without the browser asking this server
-    first."""
+    """Refuse other content types than JSON: a page of another site could send them without a preflight request of the
+    browser."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise invalid(NO_OBJECT)

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], left_s: float, timeout_s: float) -> T:
-    """The result of `work`. It is cancelled if the client disconnects, or after `left_s`, the rest of `timeout_s`; then
-    `ApiError` is raised. Exceptions of `work` are passed on.
+    """Return the result of `work`. `work` is cancelled if the client disconnects, or after `left_s`, the rest of
+    `timeout_s`; then `ApiError` is raised. Exceptions of `work` are passed on.
 
     The body of the request must have been received before.
     """
@@ -34,9 +34,10 @@ async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]
 
 @contextlib.asynccontextmanager
 async def watched(receive: Receive, generation: Generation, fields: dict[str, Any]) -> AsyncIterator[None]:
-    """Inside, end the generation when the client disconnects. At the end, abort all of it that has not finished.
+    """End the generation if the client disconnects within the `with` block. At the end of the block, abort all answers
+    that have not finished.
 
-    `fields`: of the log line, to which the outcome is added.
+    `fields` are those of the log line, to which the outcome is added.
     """
 
     async def wait_for_disconnect() -> None:

@@ -58,8 +58,9 @@ from hicache.serving.server.workers import PromptWorkers
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
 
-_BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16  # of JSON; a token of a text or a list of ids has at most 16, with escapes
-_CLOSE_S = 5  # for connections whose clients do not read the end of their answer
+# bytes of JSON; one token of a text or a list of ids has at most 16 bytes, with escapes
+_BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16
+_CLOSE_S = 5  # time for connections whose clients do not read the end of their answer
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder
 
 
 def _checked_key(given: str | None) -> str:
-    """The key of the flag or the environment. Raises ConfigError, without the key, if no client could send it."""
+    """Return the key of the flag or the environment. Raises ConfigError, without the key, if no client could send
+    it."""
     key = api_key() if given is None else given
     if given == "":
         raise ConfigError("--api-key is empty; give a key, or leave the flag out to serve without one")
@@ -132,8 +134,8 @@ def _checked_key(given: str | None) -> str:
 
 
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names by which clients request the model. Raises ConfigError for a name that is not valid UTF-8, which JSON
-    requires."""
+    """Return the names by which clients request the model. Raises ConfigError for a name that is not valid UTF-8, which
+    JSON requires."""
     for name in names:
         try:
             name.encode()
@@ -196,7 +198,7 @@ async def serve(
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="error",  # its warnings concern requests, which this server logs itself
+            log_level="error",  # uvicorn's warnings concern requests, which this server logs itself
             access_log=False,
             server_header=False,
             timeout_keep_alive=flags.keep_alive_s,
@@ -223,7 +225,7 @@ def _scheduler(flags: argparse.Namespace, engine: CacheEngine, runner: ModelRunn
 
 
 def _warm_up(engine: CacheEngine, runner: ModelRunner, flags: argparse.Namespace) -> None:
-    """Warm up on CUDA. On a CPU nothing is compiled, so the first request is not slower."""
+    """Compile kernels and capture graphs on CUDA. On a CPU nothing is compiled, so the first request is not slower."""
     if engine.pool.device.type != "cuda":
         return
     begin_s = time.perf_counter()
@@ -256,7 +258,7 @@ async def _until_stopped(
         if not context.api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             log.warning("other machines may ask without a key; set HICACHE_API_KEY")
         log.info("listening", extra={"fields": {"url": url, "model": ", ".join(context.names)}})
-        for handler in logging.getLogger().handlers:  # so that log lines so far precede the announcement
+        for handler in logging.getLogger().handlers:  # write out earlier log lines before the announcement
             handler.flush()
         on_listening(url)
         await _any(serving, signals.get())
@@ -272,7 +274,7 @@ async def _until_stopped(
 
 
 async def _any(serving: asyncio.Task[None], *events: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
-    """Wait for the server's end, one of the events, or the timeout."""
+    """Wait for the server's end, for one of the events, or for the timeout."""
     tasks = [asyncio.create_task(event) for event in events]
     await asyncio.wait([serving, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -295,7 +297,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(MAX_BACKLOG)  # more connections may wait than are accepted at once
+            listener.listen(MAX_BACKLOG)  # more connections may be queued than are accepted at once
         self.listening.set()
 
     @contextlib.contextmanager
@@ -304,8 +306,8 @@ class _Server(uvicorn.Server):
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
-    """Bind before the model is loaded, so that a port in use is reported at once. uvicorn listens on the socket
-    later."""
+    """Bind the port before the model is loaded, so that a port in use is reported at once. uvicorn listens on the
+    socket later."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

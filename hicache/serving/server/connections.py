@@ -26,7 +26,8 @@ from hicache.errors import ConfigError
 from hicache.releases import TESTED
 
 MAX_BACKLOG = 2048
-IS_CROWDED = "hicache.is_crowded"  # key of a scope: whether all places for requests other than probes are taken
+# key of an ASGI scope: whether all connections for requests other than probes are in use
+IS_CROWDED = "hicache.is_crowded"
 _SHARE_OF_PROBES = 16
 # The parts of uvicorn's parser that `Connection` overrides and reads.
 _OVERRIDDEN = ("connection_made", "connection_lost", "data_received", "send_400_response", "on_response_complete")
@@ -52,20 +53,21 @@ class ConnectionLimits:
 
     @property
     def max_requests(self) -> int:
-        """Maximum requests answered at a time, without probes, which have a few places of their own."""
+        """Maximum number of requests in progress, without probes, which have a few connections of their own."""
         return max(1, self.max_connections - max(1, self.max_connections // _SHARE_OF_PROBES))
 
 
 def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
-    """The limits of connections and of connections accepted at once. Of the file descriptors of this process,
+    """Return the limits of connections and of connections accepted at once. Of the file descriptors of this process,
     connections get one half, and accepted connections that are not refused yet a quarter."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(max_connections, soft // 2)), max(1, min(MAX_BACKLOG, soft // 16))
 
 
 class Connection(H11Protocol):
-    """One connection. If there are too many, the connection is closed that has waited longest for a request or the rest
-    of one; if all others are being answered, it is this one. The scope of each request has `IS_CROWDED`."""
+    """One connection. If there are too many connections, the one that has waited longest for a request, or for the rest
+    of one, is closed; if responses are in progress on all others, the new connection is closed. The scope of each
+    request has the key `IS_CROWDED`."""
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -78,7 +80,7 @@ class Connection(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a complete request has arrived and its response is not complete."""
+        """Return whether a complete request has arrived and its response is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -94,7 +96,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.is_answering:
-            # Drop bytes after a request: if they were kept, the end of the connection would not be noticed before them.
+            # Drop bytes after a request: if they were kept, the end of the connection would not be noticed.
             self.cycle.keep_alive = False
             return
         super().data_received(data)
@@ -130,7 +132,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Start the timer of the event that the connection waits for, unless it runs already."""
+        """Start the timer of the event that the connection waits for, unless it already runs."""
         request = None if self.cycle is None or self.cycle.response_complete else self.cycle
         if self._timer is not None:
             if request is self._timed:

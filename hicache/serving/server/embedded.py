@@ -20,7 +20,7 @@ _Stop: TypeAlias = Callable[[], object]
 
 @contextlib.contextmanager
 def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[str]:
-    """Inside, a server runs. Yields its URL. Raises HiCacheError.
+    """Run a server within the `with` block and yield its URL. Raises HiCacheError.
 
     `flags`: those of `add_server_flags`. `say`: called with messages on the packaged model.
     """

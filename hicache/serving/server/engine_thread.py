@@ -17,7 +17,7 @@ from hicache.metrics import MetricValue
 from hicache.serving.request import Logprobs, Request, RequestOutput, TokenLogprobs
 from hicache.serving.scheduler import Scheduler
 
-_IDLE_S = 0.05  # between two polls if no request is open, because copies may be in flight
+_IDLE_S = 0.05  # time between two polls while no request is open, because copies may be in flight
 _METRICS_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenChosen:
-    """A token of a request. `time_s`: of `time.perf_counter`. `logprobs`: log probabilities that the request asks for,
-    up to this token."""
+    """A token of a request. `time_s` is a time of `time.perf_counter`. `logprobs` are the log probabilities that the
+    request asks for, up to this token."""
 
     request_id: str
     token: int
@@ -36,7 +36,7 @@ class TokenChosen:
 
 @dataclass(frozen=True)
 class RequestEnded:
-    """The end of a request. `saved_s`: see `PrefillMeter.saved_s`, for the request's hits."""
+    """The end of a request. `saved_s` is the result of `PrefillMeter.saved_s` for the request's hits."""
 
     output: RequestOutput
     saved_s: Mapping[str, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class EngineThread:
 
     @property
     def failed(self) -> bool:
-        """Whether a step or the engine's final check raised."""
+        """Return whether a step or the engine's final check raised."""
         return self._failed
 
     @property
@@ -84,7 +84,7 @@ class EngineThread:
 
     @property
     def metrics(self) -> Mapping[str, MetricValue]:
-        """The result of `engine.metrics()`, at most a second old while steps are short."""
+        """Return the result of `engine.metrics()`, at most a second old while steps are short."""
         return self._metrics
 
     def start(self, deliver: Callable[[Sequence[Event]], None]) -> None:
@@ -107,7 +107,8 @@ class EngineThread:
         self._commands.put(partial(self._scheduler.finish, request_id))
 
     def reset(self, tiers: Sequence[MemoryTier]) -> concurrent.futures.Future[bool]:
-        """See `CacheEngine.reset`. Runs between two steps; if no request is open, it waits for all copies first."""
+        """Reset the cache as `CacheEngine.reset` does, between two steps. If no request is open, this waits for all
+        copies first."""
         done: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._commands.put(partial(self._reset, tiers, done))
         return done
@@ -189,4 +190,4 @@ class EngineThread:
 
 
 def _nowhere(events: Sequence[Event]) -> None:
-    """Do nothing: there are no events before the thread starts."""
+    """Ignore events: there are none before the thread starts."""

@@ -17,8 +17,8 @@ def _with_utf8(text: str) -> str:
     return text
 
 
-# Names of the branches of a union. A discriminator chooses one: otherwise a wrong list would have an error for each
-# item in each branch.
+# Names of the branches of a union, from which a discriminator chooses one. Otherwise a wrong list would cause an error
+# for each item in each branch.
 SHAPES = ("as text", "as texts", "as ids", "as lists of ids", "as chat")
 
 
@@ -38,9 +38,9 @@ Text = Annotated[str, AfterValidator(_with_utf8)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
 SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # text, because keys of JSON objects are text
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a text, because keys of JSON objects are texts
 Bias = Annotated[float, Field(ge=-100, le=100)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # in addition to that of the chosen token
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # most likely tokens, in addition to the chosen one
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]

@@ -24,10 +24,10 @@ from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
-_MAX_PROMPT_LOGPROBS = 1 << 20  # of a request; they take 100 MiB until they are sent
+_MAX_PROMPT_LOGPROBS = 1 << 20  # limit of a request, whose log probabilities take 100 MiB until they are sent
 _MIN_S = 1e-3
-_CONTEXT_TOKENS = 32  # last tokens of a prompt, given to the decoder of the answer
-_SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
+_CONTEXT_TOKENS = 32  # last tokens of a prompt that the decoder of the answer gets
+_SEED_MASK = (1 << 64) - 1  # negative seeds are converted to two's complement
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _OpenRequest:
 
 
 class Frontend:
-    """The open requests. Called on the event loop only. `engine_described`: `CacheEngine.describe()`. `recorder`:
-    records every request."""
+    """Tracks the open requests. The event loop calls all methods. `engine_described` is the result of
+    `CacheEngine.describe()`; `recorder` records every request."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class Frontend:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Inside, count a request whose prompts are being tokenized as open. Raises `ApiError` if there are too
-        many."""
+        """Count a request as open while its prompts are tokenized in the `with` block. Raises `ApiError` if there are
+        too many."""
         self.require_capacity(1)
         self._num_prepared += 1
         try:
@@ -117,7 +117,7 @@ class Frontend:
             self._num_prepared -= 1
 
     def left_s(self, arrival_s: float) -> float:
-        """Seconds left to a request that arrived at `arrival_s` of `time.perf_counter`. Above 0."""
+        """Return the seconds left to a request that arrived at `arrival_s` of `time.perf_counter`; above 0."""
         return max(_MIN_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
 
     def start(
@@ -155,7 +155,7 @@ class Frontend:
         return generation
 
     async def reset(self, tiers: Sequence[MemoryTier]) -> bool:
-        """See `EngineThread.reset`. Raises `ApiError`."""
+        """Reset the cache as `EngineThread.reset` does. Raises `ApiError`."""
         self.require_serving()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self._thread.reset(tiers)), self.limits.timeout_s)
@@ -223,7 +223,7 @@ class Frontend:
                 self._thread.abort(request.request_id)
 
     def _request(self, body: GenerationBody, prompt: Prompt, request_id: str, number: int, left_s: float) -> Request:
-        """The request for answer `number`, from 0, to the prompt."""
+        """Return the engine's request for answer `number`, from 0, to the prompt."""
         seed = (secrets.randbits(64) if body.seed is None else body.seed) + number & _SEED_MASK
         sampling = dataclasses.replace(self.model.sampling, **body.sampling, seed=seed)
         eos_ids = frozenset() if body.ignore_eos else self.model.eos_ids

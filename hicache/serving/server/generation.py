@@ -25,15 +25,15 @@ from hicache.serving.server.replies import (
 )
 from hicache.serving.text import StopMatcher, TextDecoder
 
-_MAX_LOGPROBS = 256  # log probabilities of one event, so that other requests use the event loop between two events
+_MAX_LOGPROBS = 256  # log probabilities per event, so that other requests can use the event loop between two events
 
 log = logging.getLogger(__name__)
 
 
 class Choice:
-    """One answer to a prompt of `prompt_len` tokens. `text`, `logprobs`: not taken yet. `outcome`: the name in metrics;
-    empty until the answer has ended. `prompt_index`: number of the prompt. `is_first`: it is the first answer to its
-    prompt."""
+    """One answer to a prompt of `prompt_len` tokens. `text` and `logprobs` were not taken yet. `outcome` is the name in
+    metrics, empty until the answer has ended. `prompt_index` is the number of the prompt. `is_first` marks the first
+    answer to its prompt."""
 
     def __init__(self, index: int, body: GenerationBody, prompt_len: int, decoder: TextDecoder, text: str = "") -> None:
         self.index = index
@@ -53,12 +53,13 @@ class Choice:
 
     @property
     def usage(self) -> Usage:
-        """The usage so far."""
+        """The usage of the answer so far."""
         return Usage(self.prompt_len, self.num_tokens)
 
     @property
     def complete(self) -> bool:
-        """Whether later tokens are ignored: a stop string was found, or the tokenizer failed to decode."""
+        """Return whether later tokens are ignored, because a stop string was found or the tokenizer failed to
+        decode."""
         return self._stops.found or self._failed
 
     def push(self, token: int, logprobs: Sequence[TokenLogprobs] = ()) -> bool:
@@ -72,8 +73,8 @@ class Choice:
         return self.complete
 
     def take(self) -> Delta:
-        """Text and log probabilities since the last call. Of many log probabilities, as of a long prompt, only the
-        first ones."""
+        """Return text and log probabilities since the last call. Of many log probabilities, such as those of a long
+        prompt, only the first are returned."""
         text, self.text = self.text, ""
         logprobs = [self.logprobs.popleft() for _ in range(min(len(self.logprobs), _MAX_LOGPROBS))]
         outcome = "" if self.logprobs else self.outcome
@@ -86,7 +87,7 @@ class Choice:
         self.outcome = "error" if self._failed else "stop" if self._stops.found else reason
 
     def _take(self, decode: Callable[[], str]) -> None:
-        """Add decoded text. Exceptions of the model's tokenizer end this request and no other."""
+        """Append decoded text. Exceptions of the model's tokenizer end this request and no other."""
         try:
             text = decode()
             self.text += text if self.num_tokens <= self._min_tokens else self._stops.push(text)
@@ -118,7 +119,7 @@ class Generation:
         return Usage(self._prompt_tokens, generated, self._cached)
 
     def summary(self) -> dict[str, object]:
-        """Tokens and outcomes, for the log line."""
+        """Return tokens and outcomes, for the log line."""
         usage = self.usage
         return {
             "prompt_tokens": usage.prompt,
@@ -134,14 +135,15 @@ class Generation:
             return False
         for other in self._unfinished.values() if len(logprobs) > 1 else ():
             if other is not choice and other.prompt_index == choice.prompt_index:
-                other.logprobs += logprobs[:-1]  # those of the prompt, which only the first answer's request computes
+                # log probabilities of the prompt, which only the first answer's request computes
+                other.logprobs += logprobs[:-1]
         if choice.push(token, logprobs):
             self._ends.finish(request_id)
         self._news.set()
         return True
 
     def end(self, output: RequestOutput) -> str:
-        """Note the end of a request. Returns its outcome."""
+        """Record the end of a request. Returns its outcome."""
         choice = self._unfinished.pop(output.request_id)
         choice.end(output.finish_reason)
         if choice.is_first:
@@ -196,7 +198,7 @@ class Generation:
                 await asyncio.sleep(0)
 
     async def collect(self) -> list[Delta]:
-        """All answers, complete. Raises `ApiError`."""
+        """Return all answers when they are complete. Raises `ApiError`."""
         parts: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices.values()}
         async for news in self.deltas():
             for delta in news:
@@ -204,7 +206,7 @@ class Generation:
         return [joined(deltas) for deltas in parts.values()]
 
     def _fail(self, error: ApiError) -> None:
-        """Keep the first error, and end the other prompts of the request."""
+        """Store the first error, and end the other prompts of the request."""
         if self._error is None:
             self._error = error
             self.abort()

@@ -8,11 +8,12 @@ from typing import Any
 from hicache.serving.models import Tokenizer
 from hicache.serving.request import TokenLogprobs
 
-_MIN_LOGPROB = -9999.0  # vLLM's number for -inf, which JSON does not have
+_MIN_LOGPROB = -9999.0  # vLLM's number for -inf, which JSON cannot express
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each single token, including special tokens. At most as large as the vocabulary."""
+    """The text of each single token, including special tokens, cached; at most one entry per token of the
+    vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -34,8 +35,8 @@ class LogprobsReply:
         self._offset = 0
 
     def of_completion(self, entries: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:
-        """Lists of a completion. `text_offset`: where the token's text begins in the joined texts. `top_logprobs`
-        includes the token itself; of tokens with equal text it has the most likely one."""
+        """Return the lists of a completion. `text_offset` is where the token's text begins in the joined texts.
+        `top_logprobs` includes the token itself; of tokens with equal text, it has the most likely one."""
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             tops: dict[str, float] | None = None
@@ -61,7 +62,7 @@ class LogprobsReply:
         }
 
     def _of_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """The object of one token. `bytes`: null for a token that is a part of a character."""
+        """Return the object of one token. `bytes` is null for a token that is a part of a character."""
         text = self._texts[token]
         as_bytes = None if "\ufffd" in text else [*text.encode()]
         return {"token": self._text(token), "logprob": max(_MIN_LOGPROB, logprob or 0.0), "bytes": as_bytes}

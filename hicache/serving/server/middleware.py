@@ -21,7 +21,8 @@ from hicache.serving.server.replies import CLOSE, crowded, internal_error, inval
 REQUEST_ID = "x-request-id"
 _RECORD = "hicache.record"
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
-_PROBES = ("/", "/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")  # requested frequently
+# routes that are requested frequently
+_PROBES = ("/", "/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")
 _FIRST_ERROR = 400
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class HttpRecord:
     """The data of a request's log line. `fields`: further fields, set by the handler; never text from a client.
-    `arrival_s`: when the request's head had arrived, of `time.perf_counter`."""
+    `arrival_s` is the time of `time.perf_counter` at which the request's head had arrived."""
 
     request_id: str
     arrival_s: float
@@ -47,8 +48,8 @@ def record_of(scope: Scope) -> HttpRecord:
 class RequestLog:
     """The outermost application: reads and sets `x-request-id`, writes one log line and counts each request.
 
-    An exception that reaches it is answered with status 500 unless the response had begun. It is logged without its
-    message.
+    An exception that reaches it is answered with status 500 unless the response had begun. This exception is logged
+    without its message.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -78,8 +79,8 @@ class RequestLog:
             self._done(scope, record)
 
     def refused(self, status: int, client: tuple[str, int] | None) -> Response:
-        """The answer to an invalid HTTP request, or to a connection without a place. It is counted and logged like
-        others."""
+        """Return the response to an invalid HTTP request, or to a connection above the limit. The response is counted
+        and logged like others."""
         record = HttpRecord(uuid.uuid4().hex, time.perf_counter(), status, {"client": client and client[0]})
         answer = {400: invalid("this is no valid HTTP request", headers=CLOSE), 503: crowded()}[status].response()
         answer.headers[REQUEST_ID] = record.request_id
@@ -87,7 +88,7 @@ class RequestLog:
         return answer
 
     def _done(self, scope: Scope, record: HttpRecord) -> None:
-        # The path of an unknown route is arbitrary text, so neither the log nor the labels contain it.
+        # The path of an unknown route is arbitrary text, so it is neither logged nor used as a label.
         route = getattr(scope.get("route"), "path", "unknown")
         self._metrics.http.labels(route, str(record.status)).inc()
         fields = {
@@ -103,9 +104,9 @@ class RequestLog:
 
 
 class Gate:
-    """Refuses requests with a wrong key on routes that need one; requests other than probes if the server is crowded;
-    requests with two lengths, whose end a proxy may see elsewhere; and requests whose Content-Length exceeds
-    `max_body_bytes`."""
+    """Refuses four kinds of requests: those with a wrong key on routes that need one; those other than probes if the
+    server is crowded; those with two lengths, whose end a proxy may see at another byte; and those whose Content-Length
+    exceeds `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
         self._app = app

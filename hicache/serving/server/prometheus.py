@@ -101,7 +101,7 @@ class EngineCollector(Collector):
         yield from (family for family in families.values() if family.samples)
 
     def describe(self) -> list[Metric]:
-        """The families without values, so that registration collects nothing."""
+        """Return the metric families without values, so that registration collects nothing."""
         return [_family(members) for members in self._members.values()]
 
 

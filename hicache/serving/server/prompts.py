@@ -34,11 +34,12 @@ BODIES: dict[str, type[AnyBody]] = {
 }
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
-_GENERATION_PROMPT_TOKENS = 8  # maximum tokens, with an empty thought, if the client applied the chat template.
-_MAX_REASONS = 3  # reasons in the message of a refused body
-_MAX_NAME = 64  # characters of a client's field name in a message
+# maximum tokens of a generation prompt, with an empty thought, if the client applied the chat template
+_GENERATION_PROMPT_TOKENS = 8
+_MAX_REASONS = 3  # maximum reasons in the message of a refused body
+_MAX_NAME = 64  # maximum characters of a client's field name in a message
 _REASONS = {"extra_forbidden": "this route does not support this field", "missing": "the field is required"}
-_TYPICAL_CHARS = 8  # more than the mean characters of a token, except for texts that repeat a few long tokens
+_TYPICAL_CHARS = 8  # more than the mean characters per token, except for texts that repeat a few long tokens
 _PIECE_CHARS = 1 << 16
 
 
@@ -116,7 +117,8 @@ class PromptEncoder:
         return prompts
 
     def _of_chat(self, body: ChatBody) -> Prompt:
-        """The prompt of a chat. Without a maximum in the body, the answer may be as long as the context allows."""
+        """Return the prompt of a chat. Without a maximum in the body, the answer may be as long as the context
+        allows."""
         chat = self._chat(body.messages, body.chat_template_kwargs or {})
         rest = max(1, self.limits.max_len - len(chat.ids))
         prompt = self._checked(chat.ids, body.max_completion_tokens or body.max_tokens or rest, "messages")
@@ -149,8 +151,8 @@ class PromptEncoder:
         return encode(text)
 
     def _require_plausible_length(self, text: str, param: str) -> None:
-        """Refuse a text before it is tokenized completely: if its characters cannot fit in the context with the longest
-        tokens, or if its first pieces have more than twice the tokens of the context."""
+        """Refuse a text before it is tokenized completely, if its characters cannot fit in the context even with the
+        longest tokens, or if its first pieces have more than twice the tokens of the context."""
         max_len = self.limits.max_len
         is_too_long = len(text) > max_len * self._tokenizer.max_token_chars
         if not is_too_long and len(text) > max_len * _TYPICAL_CHARS:
@@ -185,7 +187,7 @@ class PromptEncoder:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """The error for an invalid body: the reasons by field, without the values of the fields."""
+    """Return the error for an invalid body: the reasons by field, without the values of the fields."""
     reasons: dict[str, str] = {}
     for detail in error.errors(include_url=False, include_input=False):
         if detail["type"] == "json_invalid":

@@ -1,8 +1,8 @@
 """The bodies of requests: fields of OpenAI, vLLM and SGLang.
 
 A field has its documented effect or, if it is in `IGNORED`, none. Any other field is refused by name, unless its value
-is null or an empty list; docs/serving.md lists both kinds. A null field counts as left out. Values are not converted:
-"1" is not a number.
+is null or an empty list; docs/serving.md lists both kinds. A field that is null counts as absent. Values are not
+converted: "1" is not a number.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hicache.serving.server.fields import (
 )
 from hicache.serving.server.response_format import ResponseFormat
 
-_MAX_FIELDS = 128  # of an object, because each unknown field produces an error
+_MAX_FIELDS = 128  # maximum fields of an object, because each unknown field causes an error
 _MAX_SEED = (1 << 63) - 1
 _MAX_PRIORITY = 10
 _MAX_TOKENS = 1 << 31
-_MAX_LISTED_TOKENS = 1024  # of a list; each step processes all of them
+_MAX_LISTED_TOKENS = 1024  # maximum tokens of a list, because each step processes all of them
 _MAX_FACTOR = 1e4
 _MAX_ANSWERS = 128
 _SAMPLING = (
@@ -54,7 +54,8 @@ _SAMPLING = (
 )
 
 
-# Ignored fields of generation. Fields on tools choose among tools in a request, which this server does not support.
+# Fields of generation that are ignored. Those about tools choose among tools in a request, which this server does not
+# support.
 IGNORED = frozenset(
     {
         "user",
@@ -169,13 +170,13 @@ class GenerationBody(Body):
 
     @property
     def echoes(self) -> bool:
-        """Whether answers begin with their prompt."""
+        """Return whether answers begin with their prompt."""
         return False
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most likely tokens whose log probabilities are returned, in addition to the chosen one's; None:
-        none at all."""
+        """Return the number of most likely tokens whose log probabilities are returned, in addition to the chosen
+        one's; None: no log probabilities."""
         raise NotImplementedError
 
     @property
@@ -184,24 +185,24 @@ class GenerationBody(Body):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The given fields of `SamplingParams`, except the seed."""
+        """Return the given fields of `SamplingParams`, except the seed."""
         given: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"top_k": None if self.top_k is None else max(0, self.top_k), "logit_bias": (*self.bias.items(),)}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_usage_always(self) -> bool:
-        """Whether each event of a stream contains the usage so far."""
+        """Return whether each event of a stream contains the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody):
-    """`/v1/completions`. `prompt`: a text, texts, token ids, or lists of them."""
+    """The body of `/v1/completions`. `prompt`: a text, texts, token ids, or lists of them."""
 
     prompt: Annotated[
         Annotated[Text, Tag("as text")]
@@ -223,7 +224,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     def without_texts(self) -> CompletionBody:
-        """A copy without the prompt's text, for the rest of the request's life."""
+        """Return a copy without the prompt's text, for the rest of the request's life."""
         return self.model_copy(update={"prompt": [0]})
 
     @property
@@ -242,7 +243,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """`content`: that of the assistant may be null, which is no text."""
+    """A message of a chat. The `content` of the assistant may be null, which means no text."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: (
@@ -262,14 +263,14 @@ class Message(Body):
         return value
 
     def with_text(self) -> dict[str, str]:
-        """The message with its content as one text."""
+        """Return the message with its content as one text."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
 class ChatBody(GenerationBody):
-    """`/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
@@ -291,6 +292,6 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def without_texts(self) -> ChatBody:
-        """A copy without the messages' text, for the rest of the request's life."""
+        """Return a copy without the messages' text, for the rest of the request's life."""
         none = Message(role="user", content="")
         return self.model_copy(update={"messages": [none], "chat_template_kwargs": None})

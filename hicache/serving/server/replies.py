@@ -49,7 +49,7 @@ class ApiError(Exception):
         self.status = status
         self.headers = dict(headers or {})
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
-        super().__init__(status, message)  # arguments with which unpickling creates it again
+        super().__init__(status, message)  # arguments from which unpickling creates the error again
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
@@ -121,7 +121,7 @@ def overloaded(limit: int) -> ApiError:
 
 
 def client_disconnected() -> ApiError:
-    """For the log and the metrics only, with nginx's status: no client receives it."""
+    """Return an error for the log and the metrics only, with nginx's status, because the client has disconnected."""
     return ApiError(499, "the client has closed the connection", kind="client_error", code="client_disconnected")
 
 
@@ -156,8 +156,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of text of choice `index`. `usage`: of the choice so far. `finish_reason`: set in the last piece.
-    `logprobs`: of further tokens; None: not requested."""
+    """A piece of text of choice `index`. `usage` is that of the choice so far. `finish_reason` is set in the last
+    piece. `logprobs` are those of further tokens; None: not requested."""
 
     index: int
     text: str
@@ -167,7 +167,7 @@ class Delta:
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """All pieces of one choice as one."""
+    """Join all pieces of one choice."""
     logprobs = None if deltas[-1].logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()]
     return replace(deltas[-1], text="".join(delta.text for delta in deltas), logprobs=logprobs)
 
@@ -200,7 +200,7 @@ class Reply:
         return {**self._head, "object": name, "choices": choices, "usage": usage.as_json()}
 
     def event(self, delta: Delta) -> bytes:
-        """The events of a piece. The first event of a chat's choice contains its role."""
+        """Return the events of a piece. The first event of a chat's choice contains its role."""
         if not self._is_chat:
             return self._event({"text": delta.text}, delta)
         event = self._event({"delta": {"content": delta.text}}, delta)
@@ -210,7 +210,7 @@ class Reply:
         return self._event({"delta": {"role": "assistant", "content": ""}}, Delta(delta.index, "", delta.usage)) + event
 
     def usage_event(self, usage: Usage) -> bytes:
-        """The last event of a stream, with the usage; empty unless the client requested it."""
+        """Return the last event of a stream, with the usage; empty unless the client requested it."""
         return self._data([], usage.as_json()) if self._with_usage else b""
 
     def _complete_text(self, text: str) -> dict[str, Any]:
@@ -236,5 +236,5 @@ class Reply:
 
 
 def event_of(value: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return b"data: %s\n\n" % json.dumps(value, separators=(",", ":")).encode()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-_MAX_SCHEMA = 1 << 16  # characters, because it is parsed on the event loop
+_MAX_SCHEMA = 1 << 16  # maximum characters, because a schema is parsed on the event loop
 
 
 class _Strict(BaseModel):
@@ -44,7 +44,7 @@ SchemaText = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": "
 
 
 class NamedSchema(_Strict):
-    """`strict` is true whatever it says: an answer has no other form."""
+    """A schema with a name. `strict` is always treated as true, because answers always match the schema."""
 
     name: Annotated[str, Field(max_length=64)]
     description: str | None = None

@@ -48,7 +48,7 @@ class TokenizeBody(
         ]
     ]
 ):
-    """`/tokenize`: as vLLM's, of a text or of messages."""
+    """The body of `/tokenize`, as in vLLM: a text or messages."""
 
     @property
     def model(self) -> str | None:
@@ -59,7 +59,7 @@ class TokenizeBody(
 
 
 class DetokenizeBody(Body):
-    """`/detokenize`: as vLLM's."""
+    """The body of `/detokenize`, as in vLLM."""
 
     model: Text | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
@@ -78,7 +78,7 @@ def _of_memory(tier: object) -> object:
 
 
 class ResetBody(Body):
-    """`/reset_prefix_cache`; no body: both tiers."""
+    """The body of `/reset_prefix_cache`; without a body, both tiers are reset."""
 
     model: Text | None = None
     tiers: Annotated[list[Annotated[MemoryTier, BeforeValidator(_of_memory)]], Field(fail_fast=True)] | None = None

@@ -1,4 +1,4 @@
-"""The engine's settings of a server: from the flags, and otherwise computed for the model and the machine."""
+"""Determines the engine settings of a server: from the flags, and otherwise computed for the model and the machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.layout import ModelGeometry
 
 if TYPE_CHECKING:
-    from hicache.serving.models import LoadedModel  # the planner needs no transformers
+    # imported only for type checking, because the planner needs no transformers
+    from hicache.serving.models import LoadedModel
 
-CUDA_SHARE = 0.8  # share of the GPU memory without weights; activations use the rest.
+CUDA_SHARE = 0.8  # share of the GPU memory that the weights leave free; activations use the rest
 _CPU_SHARE = 0.25
-_CPU_BYTES = 512 << 20  # of the device tier on a CPU, unless the longest context needs more
+_CPU_BYTES = 512 << 20  # size of the device tier on a CPU, unless the longest context needs more
 MAX_TOKENS = 1 << 30  # limit of the request table
 MAX_CONTEXT = 131072  # default limit of --max-context-len
 
 
 def first_config(flags: argparse.Namespace) -> EngineConfig:
-    """The settings, with placeholders in place of sizes that depend on the model, so that wrong settings raise before
-    it is loaded."""
+    """Return the settings, with placeholders for sizes that depend on the model, so that wrong settings raise before
+    the model is loaded."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = EngineConfig.from_flags(flags, device_tokens=1 << 20, device=device, model_id="not loaded yet")
     with naming_flags(EngineConfig.sources_of(flags)):
@@ -38,8 +39,8 @@ def first_config(flags: argparse.Namespace) -> EngineConfig:
 
 
 def model_dtype(config: EngineConfig) -> torch.dtype | Literal["auto"]:
-    """The dtype of the weights: that of the flags; the checkpoint's if the flags give none, or one of 8 bits, which
-    applies only to the pool."""
+    """Return the dtype of the weights: that of the flags; or the checkpoint's, if the flags give none or one of 8 bits,
+    which applies only to the pool."""
     if config.dtype == "auto" or config.torch_dtype.itemsize == 1:
         return "auto"
     return config.torch_dtype
@@ -48,7 +49,7 @@ def model_dtype(config: EngineConfig) -> torch.dtype | Literal["auto"]:
 def engine_config(
     flags: argparse.Namespace, loaded: LoadedModel, geometry: ModelGeometry, basis: EngineConfig
 ) -> EngineConfig:
-    """The engine's configuration for the model. `basis`: `first_config(flags)`."""
+    """Return the engine's configuration for the model. `basis` is the result of `first_config(flags)`."""
     given = EngineConfig.sources_of(flags)
     context_len = basis.max_context_len
     if "max_context_len" not in given:
@@ -70,14 +71,15 @@ def engine_config(
 
 
 def max_len(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Maximum tokens of a prompt and its answer together: as the model, the request table and the device tier allow."""
+    """Return the maximum tokens of a prompt and its answer together: the minimum of the limits of the model, the
+    request table and the device tier."""
     capacity = config.device_tokens // config.page_size * config.page_size
     return min(loaded.max_context_len, config.max_context_len, capacity)
 
 
 def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: int) -> int:
-    """Tokens that fit in the device's memory. `config` has placeholders for them. Raises OutOfMemory if not even a page
-    fits."""
+    """Return the number of tokens that fit in the device's memory. `config` has placeholders for sizes that depend on
+    this number. Raises OutOfMemory if not even a page fits."""
     if config.device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(torch.device(config.device))
         num_tokens = largest_device_tokens(config, geometry, int(free * CUDA_SHARE))
@@ -97,8 +99,8 @@ def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: i
 
 
 def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: int, most: int = MAX_TOKENS) -> int:
-    """Slots of the largest device tier, in complete cache pages, whose pools take at most `budget` bytes; 0 if not even
-    a page fits. `config`: the other settings of the pools; its device_tokens are ignored."""
+    """Return the slots of the largest device tier, in complete cache pages, whose pools take at most `budget` bytes; 0
+    if not even a page fits. `config`: the other settings of the pools; its device_tokens are ignored."""
     page, rows = config.cache_page_size, row_bytes(model, config.torch_dtype)
 
     def fits(num_pages: int) -> bool:

@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect
 
 from hicache.serving.server.replies import client_disconnected, too_large, too_many_bodies, too_slow
 
-SMALL_BYTES = 64 << 10  # bodies up to this are only limited by the number of connections
-_NUM_LARGEST = 8  # bodies of maximum size that may be held at a time
+SMALL_BYTES = 64 << 10  # bodies up to this size are only limited by the number of connections
+_NUM_LARGEST = 8  # maximum number of bodies of maximum size in memory
 _BODY_S = 60.0
 
 
@@ -21,7 +21,7 @@ class Uploads:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = max_body_bytes
-        self._pending_bytes = 0  # bytes
+        self._pending_bytes = 0
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, timeout_s: float) -> AsyncIterator[bytearray]:

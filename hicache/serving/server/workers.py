@@ -29,17 +29,19 @@ from hicache.serving.server.uploads import SMALL_BYTES
 from hicache.storage.memory import usable_cpus
 
 _NUM_THREADS = 2
-_MAX_CPU_S = 60.0  # for one body; tokenizing the largest one takes 10 s on a slow core
-_NICE = 5  # so that running streams have priority
-# Packages with slow imports. hicache is not among them: the fork server looks for modules in the working directory
-# first, which may have another folder `hicache`. A process that it forks has the server's own path.
+_MAX_CPU_S = 60.0  # limit for one body; tokenizing the largest body takes 10 s on a slow core
+_NICE = 5  # lower priority, so that running streams are not delayed
+# Packages with slow imports, which the fork server imports first. hicache is not among them: the fork server looks for
+# modules in the working directory first, which may have another folder `hicache`. A process that the fork server starts
+# has the server's own path.
 _PRELOADED = ["fastapi", "jinja2", "pydantic", "tokenizers", "torch", "transformers", "triton"]
 
 log = logging.getLogger(__name__)
 
 
 class PromptWorkers:
-    """Called on the event loop. `load`: loads the tokenizer in each process; it is pickled.
+    """Runs the pool of processes; the event loop calls its methods. `load` loads the tokenizer in each process; it is
+    pickled.
 
     If a process ends while it works, all large bodies in the pool fail, and the next one creates a new pool. The system
     kills a process that spends `max_cpu_s` seconds on one body. All processes end with this object or with the server.
@@ -55,12 +57,13 @@ class PromptWorkers:
         self._pool_lock = threading.Lock()
 
     async def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
-        """See `PromptEncoder.prepare`. If the task is cancelled, a body that no worker has begun is dropped."""
+        """Return the prompts of a body, as `PromptEncoder.prepare` does. If the task is cancelled, a body that no
+        worker has begun is dropped."""
         loop = asyncio.get_running_loop()
         if len(raw) <= SMALL_BYTES:
             return await loop.run_in_executor(self._threads, self._encoder.prepare, kind, raw)
         try:
-            # On a thread, because starting the fork server takes seconds.
+            # Runs on a thread, because starting the fork server takes seconds.
             return await asyncio.wrap_future(await loop.run_in_executor(None, self._submit, kind, raw))
         except BrokenProcessPool:
             log.error("a process ended while it tokenized request bodies")
@@ -105,19 +108,21 @@ class _Worker:
     def start(
         cls, load: Callable[[], Tokenizer], limits: PromptLimits, max_cpu_s: float, server_ended: Connection
     ) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # sent to the server too, which ends this process
+        for number in (signal.SIGINT, signal.SIGTERM):  # the server gets these signals too, and ends this process
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with_server, args=(server_ended,), daemon=True).start()
-        with contextlib.suppress(OSError):  # a container may forbid this, and the next
+        with contextlib.suppress(OSError):  # a container may forbid this call, and the next one
             os.nice(_NICE)
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("500")  # so that the kernel kills it before the server
+            # makes the kernel kill this process before the server if memory runs out
+            Path("/proc/self/oom_score_adj").write_text("500")
         cls.encoder = PromptEncoder(load(), limits)
         cls.max_cpu_s = max_cpu_s
 
     @classmethod
     def prepare(cls, kind: str, raw: bytes | bytearray) -> Prepared:
-        signal.setitimer(signal.ITIMER_PROF, cls.max_cpu_s)  # its signal ends the process unless it is cleared
+        # the signal of this timer ends the process unless the timer is cleared
+        signal.setitimer(signal.ITIMER_PROF, cls.max_cpu_s)
         try:
             return cls.encoder.prepare(kind, raw)
         except ApiError:
@@ -126,7 +131,8 @@ class _Worker:
             raise _Defect(described(error)) from error
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            ctypes.CDLL(None).malloc_trim(0)  # the largest body leaves 400 MB in glibc's heap
+            # returns memory to the system: the largest body leaves 400 MB in glibc's heap
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _end_with_server(server_ended: Connection) -> None:
