@@ -30,7 +30,7 @@ class StoreUnavailable(StoreError):
 
 
 def is_lasting(error: StoreError | None) -> TypeGuard[StoreError]:
-    """Whether opening failed for a reason that a retry cannot fix, for example a wrong setting."""
+    """Return whether opening failed for a reason that a retry cannot fix, for example a wrong setting."""
     return error is not None and not isinstance(error, StoreUnavailable)
 
 
@@ -97,12 +97,13 @@ class StoreStats:
         return self.put_bytes_stored * _DAY_S / drive_seconds if drive_seconds else 0.0
 
 
-# Later attempts at the same path would fail as well.
+# Errors for which a later attempt at the same path would fail as well.
 _WRONG_PATH = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 def opening_error(what: str, error: Exception) -> StoreError:
-    """Error to raise after opening `what` failed with `error`: StoreUnavailable, or StoreError if the path is wrong."""
+    """Return the error to raise after opening `what` failed with `error`: StoreUnavailable, or StoreError if the path
+    is wrong."""
     is_wrong_path = isinstance(error, OSError) and error.errno in _WRONG_PATH
     why = (error.strerror if isinstance(error, OSError) else None) or error
     if is_wrong_path:
@@ -136,7 +137,8 @@ class PageStore(Protocol):
         ...
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        """For each key, whether `get_into` would read its page now. Changes nothing; a later `get_into` may miss."""
+        """Return, for each key, whether `get_into` would read its page now. Changes nothing; a later `get_into` may
+        miss."""
         ...
 
     def get_into(
@@ -179,12 +181,12 @@ class PageStore(Protocol):
         ...
 
     def stats(self) -> StoreStats:
-        """The statistics that the store has in memory. Does no I/O and never raises."""
+        """Return the statistics that the store has in memory. Does no I/O and never raises."""
         ...
 
     def thread_read_errors(self) -> int:
-        """Number of reads of the calling thread that failed so far, including lost connections and missed deadlines.
-        Each was a miss. Does no I/O."""
+        """Return how many reads of the calling thread have failed so far, including lost connections and missed
+        deadlines. Each was a miss. Does no I/O."""
         ...
 
     def sync(self) -> None:
@@ -192,6 +194,7 @@ class PageStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for readers, sync, and release files and memory. A second call does nothing; after it all calls except
-        `stats` raise `StoreError`. In a forked process it does nothing, and other calls raise `NotRunning`."""
+        """Wait for readers, sync, and release files and memory. A second call does nothing. After `close`, all calls
+        except `stats` raise `StoreError`. In a forked process, `close` does nothing, and other calls raise
+        `NotRunning`."""
         ...

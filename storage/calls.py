@@ -18,7 +18,7 @@ class _ThreadCounts(threading.local):
 
 
 class Counters:
-    """The fields of `StoreStats` that are counters, by name; any thread."""
+    """The fields of `StoreStats` that are counters, by name. Any thread may update them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,13 +27,13 @@ class Counters:
 
     @property
     def now(self) -> StoreStats:
-        """The counters; all other fields are zero."""
+        """Return the counters; all other fields are zero."""
         with self._lock:
             return StoreStats(**self._counts)
 
     @property
     def thread_read_errors(self) -> int:
-        """The part of `read_errors` that the calling thread added."""
+        """Return the number of `read_errors` that the calling thread added."""
         return self._of_thread.read_errors
 
     def add(self, *, read_errors: int = 0, **more: int) -> None:
@@ -54,7 +54,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
 def check_pages(
     keys: Sequence[bytes], pages: Sequence[PageBuffer], page_sizes: Collection[int], *, writeable: bool
 ) -> None:
-    """Raise `StoreError` unless each key has a page: contiguous uint8 of one of the sizes, in bytes."""
+    """Raise `StoreError` unless each key has a page that is contiguous uint8 of one of `page_sizes`, in bytes."""
     check_keys(keys)
     if len(keys) != len(pages):
         raise StoreError(f"{len(keys)} keys but {len(pages)} buffers")

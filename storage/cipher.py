@@ -15,7 +15,7 @@ from typing import Any
 from hicache.storage.base import StoreError
 
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
-ENCRYPTION_BYTES = NONCE_BYTES + TAG_BYTES  # added to each payload
+ENCRYPTION_BYTES = NONCE_BYTES + TAG_BYTES  # bytes added to each payload
 SCRATCH_SLACK_BYTES = 15  # `update_into` requires space for almost one more block than it fills
 _KEY_ID_LABEL = b"hicache.storage page key"
 
@@ -49,7 +49,7 @@ class PageCipher:
     def encrypt(self, plain: memoryview, associated: bytes, target: memoryview) -> memoryview:
         """Encrypt `plain`: return nonce, ciphertext and tag, at the start of `target`, `ENCRYPTION_BYTES` longer.
 
-        `associated` is authenticated but not stored; decryption requires the same bytes.
+        `associated` bytes are authenticated but not stored; decryption requires the same bytes.
         """
         nonce, end = os.urandom(NONCE_BYTES), len(plain) + ENCRYPTION_BYTES
         encryptor = self._cipher(self._gcm(nonce)).encryptor()
@@ -60,8 +60,8 @@ class PageCipher:
         return target[:end]
 
     def decrypt(self, encrypted: memoryview, associated: bytes, scratch: memoryview) -> memoryview | None:
-        """Decrypt: return the plaintext, in `scratch` until its next use; None unless `encrypt` made every bit of
-        `encrypted` with this key.
+        """Decrypt `encrypted` and return the plaintext, which is in `scratch` until its next use. Returns None unless
+        `encrypt` produced every bit of `encrypted` with this key.
 
         `encrypted` has at least `ENCRYPTION_BYTES`; `scratch` is `SCRATCH_SLACK_BYTES` longer than the plaintext.
         """

@@ -31,13 +31,16 @@ from hicache.storage.header import (
 )
 from hicache.storage.memory import CoreScratch, Scratch
 
-# A page is stored compressed only if that saves 1/16 or more: with less, decompressing costs more than reading.
+# A page is stored compressed only if this saves 1/16 or more: otherwise decompressing costs more than reading the saved
+# bytes.
 _MIN_SAVED_SHARE = 16
-# Before a large page is compressed, eight samples are, 1/8 of the page apart, so a run of 1/8 of the page is found.
+# Before a large page is compressed, eight samples of it are compressed. They are 1/8 of the page apart, so compressible
+# data of this length is found.
 _NUM_SAMPLES, _SAMPLE_BYTES, _SAMPLE_MIN_SAVED_SHARE = 8, 8 << 10, 32
 _MIN_SAMPLED_PAGE_BYTES = 8 * _NUM_SAMPLES * _SAMPLE_BYTES
-# Lag of the writer (0: it keeps up, 1: its queue is full) from which pages are compressed at the fast level, and from
-# which not at all. The fast level is 1: zstd's negative levels omit entropy coding, the only gain on pages of numbers.
+# Lag of the writer (0: no backlog, 1: its queue is full) from which pages are compressed at the fast level, and from
+# which they are not compressed. The fast level is 1: zstd's negative levels omit entropy coding, which alone helps on
+# pages of numbers.
 _FAST_FROM, _RAW_FROM, _FAST_LEVEL = 0.5, 0.9, 1
 
 _NO_FILTER = PageFilter()
@@ -45,7 +48,7 @@ _NO_KEY = "encrypted page; open the store with its key"
 
 
 class _Contexts(threading.local):
-    """One thread's zstd contexts: a context used by two threads at once crashes or returns wrong bytes."""
+    """The zstd contexts of one thread: a context used by two threads at once crashes or returns wrong bytes."""
 
     def __init__(self, page_bytes: int, level: int, filter: PageFilter) -> None:
         window_bytes = max(1 << 17, 1 << (page_bytes - 1).bit_length())
@@ -55,10 +58,10 @@ class _Contexts(threading.local):
 
 
 def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
-    # In shuffled numbers short matches are accidental: finding, coding and copying them costs more than it saves. With
+    # In shuffled numbers, short matches are accidental: finding, coding and copying them costs more than it saves. With
     # only long matches and a tiny hash table, levels up to 3 compress twice as fast as with a table of 2^12, and the
     # result decompresses 1.4 times as fast. The result is 2 % larger for keys and values of a trained model, and 1 %
-    # larger or smaller for synthetic ones. Higher levels exist to find repetitions and keep their parameters.
+    # larger or smaller for synthetic ones. Higher levels are meant to find repetitions and keep zstd's parameters.
     numbers = {"min_match": 7, "hash_log": 7, "chain_log": 7} if filter.kind != "none" and level <= 3 else {}
     settings = zstandard.ZstdCompressionParameters.from_level(
         level, source_size=page_bytes, write_content_size=True, **numbers
@@ -96,7 +99,7 @@ class PageCodec:
 
     @property
     def max_value_bytes(self) -> int:
-        """Size of the largest value: header and raw payload."""
+        """Return the size of the largest value: header and raw payload."""
         return HEADER_BYTES + self.max_payload_bytes
 
     @property
@@ -124,7 +127,7 @@ class PageCodec:
             payload = self._cipher.encrypt(payload, associated_data(key, fields), buffer)
         elif compressed is not None:
             payload = buffer[: len(compressed)]
-            # Releases the interpreter lock, unlike an assignment to the view.
+            # This call releases the interpreter lock, unlike an assignment to the view.
             np.copyto(np.frombuffer(payload, dtype=np.uint8), np.frombuffer(compressed, dtype=np.uint8))
         return HeaderAndPayload(finalise_header(key, fields, payload), payload)
 
@@ -149,7 +152,7 @@ class PageCodec:
         return self._decompress_page(fields, plain, page)
 
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
-        """Verify `value`: return "" if it was stored under `key` and is undamaged, else the reason.
+        """Verify `value`. Returns "" if it was stored under `key` and is undamaged, otherwise the reason.
 
         Without the cipher of an encrypted value, only its header and the checksum over all stored bytes are verified.
         That detects damage, not forgery.
@@ -159,7 +162,7 @@ class PageCodec:
         return "" if reason == _NO_KEY else reason
 
     def _compress(self, page: PageBuffer, lag: float) -> bytes | None:
-        """Shuffle and compress `page`; None if it is to be stored raw."""
+        """Shuffle and compress `page`. Returns None if it should be stored raw."""
         if not self._level or lag >= _RAW_FROM or self._filter.kind == "uncompressed":
             return None
         contexts, source = self._contexts, page
@@ -174,7 +177,8 @@ class PageCodec:
         return compressed if len(compressed) <= max_bytes else None
 
     def _samples_compress(self, source: PageBuffer) -> bool:
-        """Whether samples of a large page shrink; True for a small page, which compresses as fast as samples would."""
+        """Return whether samples of a large page shrink; True for a small page, which compresses as fast as samples
+        would."""
         if self._page_bytes < _MIN_SAMPLED_PAGE_BYTES:
             return True
         step_bytes, compressor = self._page_bytes // _NUM_SAMPLES, self._contexts.fast_compressor
@@ -197,7 +201,8 @@ class PageCodec:
         return reason
 
     def _decompress(self, payload: memoryview, target: PageBuffer) -> str:
-        """Decompress one frame into `target` `[page_bytes]`; "" or the reason, such as a frame of another length."""
+        """Decompress one frame into `target` `[page_bytes]`. Returns "" or the reason for a failure, such as a frame of
+        another length."""
         try:
             frame = zstandard.get_frame_parameters(payload)
             if frame.content_size != self._page_bytes:
@@ -210,7 +215,7 @@ class PageCodec:
 
 
 class PageCodecs(dict[int, PageCodec]):
-    """The codecs of one store, by page size in bytes. Immutable; any thread."""
+    """The codecs of one store, by page size in bytes. Immutable, so any thread may use them."""
 
     def __init__(self, formats: Sequence[PageFormat], namespace: bytes, level: int, cipher: PageCipher | None) -> None:
         super().__init__({format.page_bytes: PageCodec(format, namespace, level, cipher) for format in formats})
@@ -222,6 +227,6 @@ class PageCodecs(dict[int, PageCodec]):
 
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
         """Call `PageCodec.verify_stored` of the codec for the page size in the value's header."""
-        # If no codec has that size, the largest one returns the reason.
+        # If no codec has this page size, the codec of the largest size returns the reason.
         page_bytes = page_bytes_of(value) if len(value) >= HEADER_BYTES else 0
         return self.get(page_bytes, self._largest).verify_stored(key, value)

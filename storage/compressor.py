@@ -1,6 +1,6 @@
 """Encodes pages in threads concurrently with the writer: while one group is committed, the next is compressed.
 
-A commit waits for the disk, compression for the processor; in sequence their times would add up. A writer with a
+A commit waits for the disk and compression for the CPU; one after the other, their times would add up. A writer with a
 backlog compresses less only if it waits for compression. If it waits for the disk, fewer bytes are faster.
 """
 
@@ -15,10 +15,11 @@ from hicache.storage.codec import PageCodecs
 from hicache.storage.header import HeaderAndPayload
 from hicache.storage.memory import aligned_from_heap, usable_cpus
 
-# zstd compresses 0.8 GB/s a thread, and one writer commits 2 GB/s or more; readers decode on the other cores.
+# One thread compresses 0.8 GB/s with zstd, and one writer commits 2 GB/s or more. Readers decode on the other cores.
 _MAX_THREADS, _SHARE_OF_CORES = 8, 2
-_MIN_THREADED_BYTES = 64 << 10  # passing a smaller page to another thread takes longer than encoding it.
-_WAITS_MEMORY = 16  # pages over which the share that the writer waited for is averaged
+# minimum size of pages encoded in threads: passing a smaller page to another thread takes longer than encoding it
+_MIN_THREADED_BYTES = 64 << 10
+_WAITS_MEMORY = 16  # number of last pages over which the share of waits is averaged
 
 
 class PageCompressor:
@@ -29,7 +30,7 @@ class PageCompressor:
         self._ahead_bytes = ahead_bytes
         num_threads = min(_MAX_THREADS, max(2, len(usable_cpus()) // _SHARE_OF_CORES))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hicache-disk-compress")
-        self._waits_share = 0.0  # share of the last pages whose encoding the consumer had to wait for
+        self._waits_share = 0.0  # share of the last pages for whose encoding the consumer had to wait
 
     def values(self, pages: Mapping[bytes, PageBuffer], lag: float) -> Generator[HeaderAndPayload, None, None]:
         """Yield the value of each page, in the order of `pages`. If closed early, wait for pages that threads still
@@ -65,12 +66,13 @@ class PageCompressor:
         self._threads.shutdown()
 
     def _begin(self, key: bytes, page: PageBuffer, lag: float) -> Future[HeaderAndPayload] | None:
-        """Start to encode in a thread; None if the page is to be encoded by the consumer, when it needs it."""
+        """Start to encode a page in a thread. Returns None if the consumer encodes the page when it needs it."""
         if len(page) < _MIN_THREADED_BYTES:
             return None
         try:
             return self._threads.submit(self._encode, key, page, lag if self._waits_share > 0.5 else 0.0)
-        except RuntimeError:  # the interpreter exits and its threads accept no more work; the writer still has pages
+        # the interpreter exits and its threads accept no more work, but the writer still has pages
+        except RuntimeError:
             return None
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:

@@ -5,7 +5,7 @@
         def make_store(self, tmp_path):
             return functools.partial(opener, f"my-store://{tmp_path}")
 
-Only running them needs pytest. They do not test failing or slow stores: a test of the store must cause those states.
+Running these tests needs pytest. They do not test failing or slow stores: a store's own tests must cause such states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IDENTITY: dict[str, str | int] = {"model": "conformance", "page_size": 64}
 SMALL_BYTES, LARGE_BYTES = 1000, 40960
 FORMATS = (PageFormat(SMALL_BYTES), PageFormat(LARGE_BYTES))
 _NUM_HISTORIES, _NUM_STEPS, _NUM_KEYS = 4, 40, 12
-_NUM_FILLING = 450  # large pages: 18 MB
+_NUM_FILLING = 450  # number of large pages that fill a store: 18 MB
 
 
 class StoreConformance:
@@ -112,7 +112,7 @@ class StoreConformance:
             assert all(_found(store, {b"a": page(0)}))
 
     def test_after_its_deadline_a_call_does_nothing(self, make_store: MakeStore) -> None:
-        """After its deadline a call reads and stores no page, finds no absent key, and does not raise."""
+        """After its deadline, a call reads and stores no page, reports each key as absent, and does not raise."""
         with _open(make_store) as store:
             store.put([(b"a", page(0))])
             past_s = time.monotonic() - 1
@@ -222,7 +222,7 @@ class StoreConformance:
                 assert store.put([(key, one)]) == _found(store, {key: one})
 
     def test_a_closed_store_is_closed(self, make_store: MakeStore) -> None:
-        """After `close`, a second `close` does nothing, `stats` answers, and all other calls raise `StoreError`."""
+        """A second `close` does nothing. After `close`, `stats` answers and all other calls raise `StoreError`."""
         store = make_store(identity=IDENTITY, formats=FORMATS, cipher=None)
         store.put([(b"a", page(0))])
         store.close()
@@ -248,7 +248,7 @@ class StoreConformance:
     def _step(self, store: PageStore, model: dict[bytes, PageBuffer], draw: random.Random) -> None:
         keys = [b"%d" % draw.randrange(_NUM_KEYS) for _ in range(draw.randrange(1, 6))]
         verb = draw.choice(("put", "put", "get", "delete", "touch"))
-        print(verb, keys)  # shown where a step fails
+        print(verb, keys)  # pytest shows this output where a step fails
         if verb == "put":
             items = {key: page(draw.randrange(1000)) for key in keys}
             assert store.put(list(items.items()), lag=draw.choice((0.0, 0.6, 1.0))) == [True] * len(items)
@@ -267,7 +267,8 @@ class StoreConformance:
 
 
 def page(number: int) -> PageBuffer:
-    """A page for a number: even numbers have `SMALL_BYTES`, odd ones `LARGE_BYTES`; some of either size compress."""
+    """Return a page for a number: even numbers have `SMALL_BYTES`, odd numbers `LARGE_BYTES`; some pages of either size
+    are compressible."""
     generator = np.random.default_rng(number)
     num_bytes = LARGE_BYTES if number % 2 else SMALL_BYTES
     highest = (256, 4, 1)[number // 2 % 3]
@@ -275,7 +276,7 @@ def page(number: int) -> PageBuffer:
 
 
 def _found(store: PageStore, pages: Mapping[bytes, PageBuffer]) -> list[bool]:
-    """For each of `pages`, whether the store has it; asserts that the bytes of each hit are equal."""
+    """Return, for each of `pages`, whether the store has it; asserts that the bytes of each hit are equal."""
     buffers = [np.empty(len(content), np.uint8) for content in pages.values()]
     found = store.get_into(list(pages), buffers)
     for (key, content), buffer, hit in zip(pages.items(), buffers, found, strict=True):
@@ -292,7 +293,7 @@ def _open(
 
 
 def _calls(store: PageStore, key: bytes, buffer: PageBuffer) -> list[Callable[[], object]]:
-    """Every method that takes a key, bound to `key`."""
+    """Return every method that takes a key, bound to `key`."""
     return [
         partial(store.contains, [key]),
         partial(store.get_into, [key], [buffer]),
@@ -303,7 +304,7 @@ def _calls(store: PageStore, key: bytes, buffer: PageBuffer) -> list[Callable[[]
 
 
 def _raises(call: Callable[[], object]) -> bool:
-    """Whether the call raises StoreError."""
+    """Return whether the call raises StoreError."""
     try:
         call()
     except StoreError:

@@ -23,7 +23,7 @@ from hicache.storage.base import StoreError, StoreLocked, opening_error
 
 log = logging.getLogger("hicache.storage")
 
-# Error codes of calls that a file system, an old kernel or the seccomp profile of a container does not support.
+# Error codes of calls that are not supported by a file system, an old kernel or the seccomp profile of a container.
 REFUSALS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EPERM})
 STORE_FILE, INDEX_FILE, LOCK_FILE = "store.json", "index.mdb", "writer.lock"
 NEW_SUFFIX = ".new"
@@ -34,17 +34,17 @@ _CLOSING_WAIT_S, _LOOK_S = 60.0, 0.02
 
 
 def slots_file(path: Path, page_bytes: int, slot_bytes: int) -> Path:
-    """Path of the file with slots of `slot_bytes` for pages of `page_bytes`."""
+    """Return the path of the file with slots of `slot_bytes` for pages of `page_bytes`."""
     return path / f"pages-{page_bytes}-{slot_bytes}.dat"
 
 
 def slots_files(path: Path) -> list[Path]:
-    """All slot files in a directory, sorted."""
+    """Return all slot files in a directory, sorted."""
     return sorted(path.glob("pages-[1-9]*.dat"))
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames in `path` survive a power failure, if its file system supports that."""
+    """Make renames in `path` survive a power failure, if the file system of `path` supports this."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         synced(os.fsync, descriptor, path)
@@ -65,7 +65,7 @@ def synced(call: Callable[[int], None], descriptor: int, path: Path) -> None:
 
 @functools.cache
 def _warn_of_no_sync(path: str, why: str) -> None:
-    """Warn once per path."""
+    """Log once per path that its files cannot be synced."""
     log.warning(
         "the file system of %s cannot flush writes to its disk (%s): a power failure may lose the pages stored last",
         path, why,
@@ -86,7 +86,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def open_private(file: str, flags: int) -> int:
-    """Open a file; create it, private to its user, if it is missing."""
+    """Open a file. A missing file is created, private to its user."""
     return os.open(file, flags | os.O_CREAT, PRIVATE_FILE_MODE)
 
 
@@ -105,12 +105,13 @@ class WriterLock:
                 self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
                 held.callback(os.close, self._descriptor)
                 self._acquire(wait_s)
-                # Closing does not unlock while a forked child has the descriptor.
+                # Closing the descriptor does not unlock while a forked child also has it.
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)
                 self.require_same()  # the directory may have been removed while this call waited
                 before = os.fstat(self._descriptor)
-                os.ftruncate(self._descriptor, 0)  # only now: earlier, other waiting processes would raise
-                os.utime(self._descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))  # the time of the last use
+                os.ftruncate(self._descriptor, 0)  # not earlier: other waiting processes would raise
+                # the time of the last use of the store
+                os.utime(self._descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:
@@ -146,14 +147,16 @@ class WriterLock:
                 time.sleep(_LOOK_S)
 
     def announce_close(self) -> None:
-        """Make processes that open the store wait for the lock instead of failing: it will be released soon."""
+        """Announce that the lock will be released soon, so that processes that open the store wait for the lock instead
+        of failing."""
         try:
             os.pwrite(self._descriptor, b"\0", 0)
         except OSError as error:
             log.warning("%s: the next process that opens the store does not wait for this one: %s", self._path, error)
 
     def require_same(self) -> None:
-        """Raise OSError if the path no longer leads to the locked directory: a store there has another writer."""
+        """Raise OSError if the path no longer leads to the locked directory: a store at the path then has another
+        writer."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path / LOCK_FILE)):
                 return
@@ -164,7 +167,8 @@ class WriterLock:
 
 
 def _holder(descriptor: int) -> int:
-    """Process id that the kernel lists as holder of a lock on the file, 0 if it lists no live process.
+    """Return the id of the process that the kernel lists as holder of a lock on the file, 0 if it lists no live
+    process.
 
     The kernel does not list a holder in another container, nor holders on network file systems.
     """

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from hicache.storage.base import PageBuffer
 
 FilterKind: TypeAlias = Literal["none", "byte_shuffle", "uncompressed"]
-FILTER_KINDS: tuple[FilterKind, ...] = ("none", "byte_shuffle")  # a stored value names its filter by this index
+# the header of a stored value contains the index of its filter in this tuple
+FILTER_KINDS: tuple[FilterKind, ...] = ("none", "byte_shuffle")
 _ELEMENT_BYTES = (1, 2, 4, 8)
 
 Elements: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -36,7 +37,7 @@ class PageFilter:
     element_bytes: int = 1
 
     def mismatch(self, page_bytes: int) -> str:
-        """Why this filter does not fit pages of `page_bytes`; "" if it does."""
+        """Return why this filter does not fit pages of `page_bytes`; "" if it does."""
         if self.kind not in (*FILTER_KINDS, "uncompressed"):
             return f"filter kind {self.kind!r}: choose one of {', '.join((*FILTER_KINDS, 'uncompressed'))}"
         if self.element_bytes not in _ELEMENT_BYTES or (self.kind != "byte_shuffle" and self.element_bytes != 1):
@@ -57,7 +58,7 @@ class PageFormat:
 def shuffle(filter: PageFilter, page: PageBuffer, shuffled: PageBuffer) -> None:
     """Fill `shuffled` with the bytes of `page`, reordered by `filter`, which must fit it. Both are contiguous uint8
     `[page_bytes]` and do not overlap."""
-    # Lowest bytes first; the unsafe cast keeps the low byte of each shifted element.
+    # The lowest bytes of all elements are first. The unsafe cast keeps the low byte of each shifted element.
     for i, plane in enumerate(_byte_planes(filter, shuffled)):
         np.right_shift(_elements(filter, page), 8 * i, out=plane, casting="unsafe")
 

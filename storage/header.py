@@ -22,7 +22,7 @@ MAGIC = b"HKVP"
 VERSION = 1
 RAW, ZSTD = 0, 1
 NAMESPACE_BYTES = 16
-# Lengths are 32 bits wide, and cipher and zstd count in signed integers; tested up to this size.
+# Lengths have 32 bits, and cipher and zstd count in signed integers; pages were tested up to this size.
 MAX_PAGE_BYTES = 1 << 30
 
 _ENCRYPTED = 1
@@ -36,7 +36,7 @@ HEADER_BYTES = FIELD_BYTES + _CHECKSUM.size
 
 @dataclass(frozen=True)
 class HeaderAndPayload:
-    """A value in two parts, as a slot stores it."""
+    """A stored value in two parts, as a slot contains it."""
 
     header: bytes
     payload: memoryview
@@ -63,7 +63,7 @@ class ValueHeader:
     namespace: bytes
 
     def pack(self) -> bytes:
-        """The header without its checksum."""
+        """Return the header without its checksum."""
         filter = self.filter
         flags = _ENCRYPTED if self.encrypted else 0
         lengths = (self.raw_bytes, self.stored_bytes)
@@ -88,19 +88,21 @@ class ValueHeader:
 
 
 def associated_data(key: bytes, fields: bytes | memoryview) -> bytes:
-    """The bytes that checksum and cipher bind a payload to: the length of the key, the key, the header's fields."""
+    """Return the bytes to which checksum and cipher bind a payload: the length of the key, the key, and the header's
+    fields."""
     return b"".join((_KEY_LENGTH.pack(len(key)), key, fields))
 
 
 def finalise_header(key: bytes, fields: bytes, payload: bytes | memoryview) -> bytes:
-    """Append the checksum to `fields`: the header of the value that stores `payload` under `key`."""
+    """Append the checksum to `fields`. Returns the header of the value that stores `payload` under `key`."""
     checksum = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(associated_data(key, fields)))
-    checksum.update(payload)  # releases the interpreter lock; a digest in a single call does not, and takes longer
+    # `update` releases the interpreter lock; a digest in a single call does not, and takes longer
+    checksum.update(payload)
     return fields + _CHECKSUM.pack(checksum.intdigest())
 
 
 def parse_header(header: bytes | memoryview) -> ValueHeader | str:
-    """Parse a header without verifying its checksum; returns the reason if it is not one."""
+    """Parse a header without verifying its checksum. Returns the reason if the bytes are not a header."""
     if len(header) < HEADER_BYTES:
         return f"value of {len(header)} bytes is shorter than a header"
     magic, version, codec, flags, raw_bytes, stored_bytes, *order, namespace = _FIELDS.unpack_from(header)
@@ -131,5 +133,6 @@ def read_header(
 
 
 def page_bytes_of(value: bytes | memoryview) -> int:
-    """Page length in bytes according to the header of `value`, which has at least a header. Not verified."""
+    """Return the page length in bytes according to the header of `value`, which must be long enough for a header. The
+    header is not verified."""
     return int.from_bytes(value[8:12], "little")

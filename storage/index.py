@@ -13,7 +13,7 @@ maps, so the copy is compared with its seal before it is mapped. The records are
 slot that names another page.
 
 Uses are one array of ticks for each slot length, with one tick per slot, so a use writes one array element. The least
-recently used pages are chosen in batches. Before a chosen page is evicted its tick is compared again.
+recently used pages are chosen in batches. Before a chosen page is evicted, its tick is compared again.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ log = logging.getLogger("hicache.storage")
 
 _TABLES = (b"pages", b"slots", b"uses")
 _NOTE = b"note"
-_OTHER_PAGES = 4  # pages of the file: two of LMDB's meta data, one of table names, one of the table of uses
-_MIN_MAP_BYTES = 1 << 30  # address space, not memory
+_OTHER_PAGES = 4  # constant pages of the file: two for LMDB's meta data, one for table names, one for the table of uses
+_MIN_MAP_BYTES = 1 << 30  # bytes of address space, which take no memory
 _SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
-_MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64  # slots of one batch of victims: at least 4096, or 1/64 of all
+# number of slots that are chosen together as victims: at least 4096, or 1/64 of all
+_MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64
 _MIN_SPARE, _SPARE_SHARE = 128, 8
 _KEPT_SHARE = 0.9  # of the bytes in slots, for pages with a deadline
 _KEPT = np.uint64(1 << 63)  # added to the tick of a kept page in comparisons
@@ -85,7 +86,8 @@ class LastUse(NamedTuple):
 
 
 class UseOrder:
-    """The tick of the last use of every slot, by slot length. Any thread calls `note`; only the writer calls the rest.
+    """The tick of the last use of every slot, by slot length. Any thread calls `note`; only the writer calls the other
+    methods.
 
     A page may have a deadline: until then it is evicted after pages without one. At most nine tenths of the bytes in
     slots are kept so; beyond that, pages lose their deadlines in the order of their last use. A restart forgets
@@ -103,7 +105,7 @@ class UseOrder:
 
     @property
     def ticks(self) -> dict[SlotLength, npt.NDArray[np.uint64]]:
-        """The ticks `[slots]` by slot length, cut after the last slot with a page."""
+        """Return the ticks `[slots]` by slot length, cut after the last slot with a page."""
         return {length: np.trim_zeros(ticks, "b") for length, ticks in self._ticks.items()}
 
     @property
@@ -124,7 +126,7 @@ class UseOrder:
         return next(self._clock)
 
     def note(self, length: SlotLength, slot: int) -> None:
-        """Note that the page in `slot` is used now. An unknown slot is ignored."""
+        """Record that the page in `slot` is used now. An unknown slot is ignored."""
         ticks = self._ticks.get(length)
         if ticks is not None and slot < len(ticks):
             ticks[slot] = next(self._clock)
@@ -164,7 +166,7 @@ class UseOrder:
         while True:
             for last in self._chosen:
                 ticks = self._ticks[last.length]
-                if ticks[last.slot] == last.tick:  # neither used nor refilled since it was chosen
+                if ticks[last.slot] == last.tick:  # true if the slot was neither used nor refilled since it was chosen
                     ticks[last.slot] = 0
                     return last
             num = max(_MIN_CHOSEN, sum(self.num_slots) // _CHOSEN_SHARE)
@@ -217,16 +219,16 @@ class UseOrder:
 
 
 class Index:
-    """An open index. Any thread reads and notes uses; one thread writes. Errors of LMDB pass on (`io_errors`). The
-    caller closes it when no thread is inside a call.
+    """An open index. Any thread reads and notes uses; one thread writes. Errors of LMDB are not converted
+    (`io_errors`). The caller closes it when no thread is inside a call.
 
     `uses`: the use order. `note`: a few bytes that clients store. LMDB has no lock file here, so one lock separates
     readers and the writer; the work under it is short and does no I/O.
     """
 
     def __init__(self, budget_bytes: int, memory: int | None = None) -> None:
-        """Open the index in `memory`, a descriptor of a memfd, or an empty index if it is None. `budget_bytes` of the
-        store limits the size of the index."""
+        """Open the index in `memory`, a descriptor of a memfd, or an empty index if `memory` is None. The
+        `budget_bytes` of the store limit the size of the index."""
         descriptor = memory_file("hicache-index") if memory is None else os.dup(memory)
         try:
             self._env = lmdb.open(
@@ -289,7 +291,7 @@ class Index:
             return [get(key, None, pages) is not None for key in keys]
 
     def locate(self, keys: Iterable[bytes]) -> list[Entry | None]:
-        """The entry of each key, None if it is absent."""
+        """Return the entry of each key, None if the key is absent."""
         with self._lock, self._env.begin(buffers=True) as txn:
             get, pages = txn.get, self._pages
             return [_entry(get(key, None, pages)) for key in keys]
@@ -311,7 +313,7 @@ class Index:
             return int(txn.stat(self._pages)["entries"])
 
     def num_bytes(self) -> int:
-        """Size of a sealed copy of the index, in bytes."""
+        """The size of a sealed copy of the index, in bytes."""
         with self._lock, self._env.begin() as txn:
             stats = [txn.stat(table) for table in (self._pages, self._slots)]
         pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
@@ -319,7 +321,7 @@ class Index:
         return int((pages + _OTHER_PAGES) * stats[0]["psize"])
 
     def by_use(self, *, newest: bool = False, limit: int | None = None) -> list[bytes]:
-        """Keys in the order of use, least recent or `newest` first; at most `limit`."""
+        """Return keys in the order of use, least recent or `newest` first; at most `limit`."""
         used = self.uses.by_use()
         with self._lock, self._env.begin() as txn:
             steps = reversed(used) if newest else used
@@ -327,17 +329,18 @@ class Index:
             return list(itertools.islice((key for key in keys if key is not None), limit))
 
     def entries(self) -> list[tuple[bytes, Entry]]:
-        """Key and entry of every page, by key."""
+        """Return key and entry of every page, sorted by key."""
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
             return [(key, Entry(*_ENTRY.unpack(raw))) for key, raw in cursor]
 
     def slot_keys(self) -> dict[tuple[int, int, int], bytes]:
-        """The key of the page in each slot, by (page bytes, slot bytes, slot)."""
+        """Return the key of the page in each slot, by (page bytes, slot bytes, slot)."""
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._slots) as cursor:
             return {_SLOT.unpack(raw): key for raw, key in cursor}
 
     def records(self) -> npt.NDArray[np.void]:
-        """The entry of every page, as an array of records with the fields of `Entry`; a million take 0.2 s."""
+        """Return the entry of every page, as an array of records with the fields of `Entry`; a million entries take 0.2
+        s."""
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
             return np.frombuffer(b"".join(cursor.iternext(keys=False)), dtype=_RECORD)
 
@@ -349,7 +352,7 @@ class Index:
 
 
 class IndexChanges:
-    """The changes of one write transaction. `pages` and `slots` stay one to one."""
+    """The changes of one write transaction. Each page has one slot and each used slot one page."""
 
     def __init__(self, txn: Any, pages: Any, slots: Any, uses: UseOrder) -> None:
         self._txn = txn
@@ -358,7 +361,7 @@ class IndexChanges:
         self._uses = uses
 
     def put(self, key: bytes, entry: Entry, tick: int) -> None:
-        """Add an absent page, last used at `tick`."""
+        """Add a page that the index lacks, last used at `tick`."""
         slot = _SLOT.pack(*entry.length, entry.slot)
         self._txn.put(key, _ENTRY.pack(*entry), db=self._pages)
         # Appending slots after all others fills the B-tree pages completely and needs no search.
@@ -378,7 +381,7 @@ class IndexChanges:
         return [(key, self.delete(key)) for key in keys if key is not None]
 
     def pop_oldest(self) -> tuple[bytes, Entry] | None:
-        """Remove the least recently used page; returns its key and entry, None if the index is empty."""
+        """Remove the least recently used page. Returns its key and entry, or None if the index is empty."""
         while last := self._uses.pop_oldest():
             key = self._txn.pop(_SLOT.pack(*last.length, last.slot), db=self._slots)
             entry = None if key is None else self.delete(key)

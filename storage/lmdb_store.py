@@ -1,6 +1,6 @@
 """The embedded page store: verified, compressed pages in slot files, an index in LMDB, within its budget at all times.
 
-A read merges the pages of one call that lie in neighbouring slots. Between the look-up in the index and the read, a
+A read merges the pages of one call that are in neighbouring slots. Between the look-up in the index and the read, a
 writer may store another page in the slot. So the store looks up once more each page that does not verify, and only a
 page that is still in the same slot counts as damaged.
 """
@@ -118,11 +118,12 @@ class LmdbPageStore:
         self._codecs = codecs
         self._missing_key_id = "" if cipher else files.record.key_id
         self._counters = Counters()
-        self._corrupt = dict[bytes, None]()  # pages that do not verify: misses, until the writer has deleted them
+        # pages that do not verify; they are misses until the writer has deleted them
+        self._corrupt = dict[bytes, None]()
         self._scratch = Scratch()
         self._writing = threading.Lock()
         self._on_removed = on_removed
-        self._kept = set[bytes]()  # keys of the running `put` that are stored
+        self._kept = set[bytes]()  # keys of the running `put` that are already stored
         self._opened_s = time.monotonic()
         try:
             self._writer = GroupWriter(
@@ -140,7 +141,8 @@ class LmdbPageStore:
 
     @property
     def note(self) -> bytes:
-        """A few bytes that clients store, b"" at first. Lost if the index is not sealed."""
+        """Return the bytes that clients store with the pages, b"" at first. They are lost if the index is not
+        sealed."""
         return self._files.index.note
 
     @note.setter
@@ -149,14 +151,15 @@ class LmdbPageStore:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[GroupWriter]:
-        """Give the writer to one thread at a time. `StoreError` if the store is closed."""
-        self._files.owner.require_here()  # first: in a fork, another thread may hold the lock forever
+        """Give the writer to one thread at a time. Raises `StoreError` if the store is closed."""
+        # checked first, because in a forked process another thread may hold the lock forever
+        self._files.owner.require_here()
         with self._writing:
             self._files.require_open()
             yield self._writer
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Do nothing: files are read to and written from any memory."""
+        """Do nothing, because files are read to and written from any memory."""
 
     def announce_close(self) -> None:
         """Announce that the store will be closed soon: a process that opens it then waits instead of failing."""
@@ -189,7 +192,7 @@ class LmdbPageStore:
                         for run in runs(of_file, lambda one: one.entry.slot):
                             for one in self._get(pages, run):
                                 found[one.number] = True
-                # Oldest first: the first key of the call is to become the most recently used.
+                # The order is oldest first, so that the first key of the call becomes the most recently used.
                 for one in reversed(pending):
                     if found[one.number]:
                         pages.index.uses.note(one.entry.length, one.entry.slot)
@@ -202,7 +205,7 @@ class LmdbPageStore:
         check_keys(keys)
         try:
             with self.reading() as pages:
-                pages.index.touch(reversed(keys))  # the first key is to become the most recently used
+                pages.index.touch(reversed(keys))  # reversed, so that the first key becomes the most recently used
         except io_errors as error:
             self._note_failed(error)
 
@@ -227,12 +230,12 @@ class LmdbPageStore:
         with self.writing() as writer:
             if writer.read_only:
                 return [False] * len(items)
-            # Last first, so that the first key of the call becomes the most recently used.
+            # The last key is stored first, so that the first key of the call becomes the most recently used.
             pages = dict(reversed(items))
             present = dict(zip(pages, self.contains(list(pages)), strict=True))
             self._kept = {key for key, held in present.items() if held}
             self.touch([key for key in reversed(present) if present[key]])
-            writer.delete_corrupt()  # `contains` hides them, but the index still has them
+            writer.delete_corrupt()  # `contains` already hides these pages, but the index still has them
             writer.begin_call()
             self._put_absent({key: page for key, page in pages.items() if not present[key]}, lag, deadline_s)
             return [key in self._kept for key, _ in items]
@@ -253,7 +256,7 @@ class LmdbPageStore:
         return self._files.reading()
 
     def verified_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:
-        """The stored value of a page, or the reason why it cannot be read or does not verify."""
+        """Return the stored value of a page, or the reason why it cannot be read or does not verify."""
         payload = self._scratch.take(entry.length.slot_bytes)
         try:
             (header,) = self._read(pages, [(key, entry, payload)])
@@ -296,12 +299,12 @@ class LmdbPageStore:
             raise StoreCorrupt(f"the store {self._files.path} has {len(found)} violation(s): {'; '.join(found)}", found)
 
     def keep_budget(self) -> None:
-        """Evict until other stores of the folder have their share of the budget. Each `put` does the same."""
+        """Evict pages until other stores of the folder have their share of the budget, as each `put` does."""
         with self.writing() as writer:
             writer.keep_budget()
 
     def compact(self) -> int:
-        """Give free slots back to the file system; returns by how many bytes the files shrank."""
+        """Give free slots back to the file system. Returns by how many bytes the files shrank."""
         with self.writing() as writer:
             before_bytes = writer.file_bytes
             writer.evict_to(self._files.record.budget_bytes)
@@ -328,7 +331,7 @@ class LmdbPageStore:
         pages of its own first groups, the last keys of `put`."""
         with contextlib.closing(self._compressor.values(pages, lag)) as values:
             for group in self._groups(pages):
-                # Threads encode the next group while this one is written.
+                # Threads encode the next group while the current group is written.
                 if time.monotonic() >= deadline_s or not self._writer.put(group, values):
                     break
                 self._kept.update(group)
@@ -391,8 +394,8 @@ class LmdbPageStore:
                     yield from self._get(pages, [one])
 
     def _retry_read(self, pages: StoreFiles, before: _PendingRead) -> bool:
-        """Look up and read once more a page that did not verify; whether its buffer holds it. Note it as corrupt if it
-        is still in the same slot. OSError if the disk fails."""
+        """Look up and read a page that did not verify once more. Returns whether its buffer has the page. The page is
+        recorded as corrupt if it is still in the same slot. Raises OSError if the disk fails."""
         for now in self._pending_reads(pages, [before.key], [before.buffer]):
             (reason,) = self._decode(pages, [now])
             if not reason:
@@ -402,12 +405,13 @@ class LmdbPageStore:
         return False
 
     def _decode(self, pages: StoreFiles, run: Sequence[_PendingRead]) -> list[str]:
-        """Read and decode pages in consecutive slots: for each "" if its buffer holds it, else the reason. OSError if
-        the disk fails."""
+        """Read and decode pages in consecutive slots. Returns for each page "" if its buffer has it, otherwise the
+        reason. Raises OSError if the disk fails."""
         scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
         for _, key, entry, buffer in run:
             payload = buffer.data
-            if entry.payload_bytes != len(buffer) or not is_aligned(buffer):  # else read directly, without a copy
+            # otherwise the page is read directly into its buffer, without a copy
+            if entry.payload_bytes != len(buffer) or not is_aligned(buffer):
                 payload, scratch = scratch[: entry.length.slot_bytes], scratch[entry.length.slot_bytes :]
             reads.append((key, entry, payload))
         reasons = list[str]()
@@ -420,8 +424,8 @@ class LmdbPageStore:
         return reasons
 
     def _read(self, pages: StoreFiles, run: Sequence[_Read]) -> list[bytes | str]:
-        """Read payloads in consecutive slots; for each the header of its value, or the reason why the slot does not
-        hold it. OSError if the disk fails."""
+        """Read payloads in consecutive slots. Returns for each the header of its value, or the reason why the slot does
+        not have it. Raises OSError if the disk fails."""
         file = pages.slot_files.get(run[0][1].length)
         if file is None:
             return ["there are no slots for such pages"] * len(run)
@@ -430,7 +434,7 @@ class LmdbPageStore:
 
 
 def _header(block: memoryview | None, key: bytes) -> bytes | str:
-    """The header of the value in a slot, or the reason why the slot does not hold the page of `key`."""
+    """Return the header of the value in a slot, or the reason why the slot does not have the page of `key`."""
     if block is None:
         return "its slot is cut short"
     found = SlotBlock.unpack(block)

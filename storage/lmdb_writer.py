@@ -36,21 +36,22 @@ T = TypeVar("T")
 _Batch: TypeAlias = list[tuple[bytes, HeaderAndPayload]]
 
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20
-_MAX_EVICTIONS = 256  # pages evicted in one commit
-_BATCH_BYTES = 16 << 20  # bytes of values whose slots are chosen together; adjacent slots are written in one call.
-_SCATTERED_SHARE = 16  # a segment is emptied if free slots in segments with pages have more than 1/16 of the budget
+_MAX_EVICTIONS = 256  # maximum pages evicted in one commit
+# maximum bytes of values whose slots are chosen together; adjacent slots are written in one call
+_BATCH_BYTES = 16 << 20
+_SCATTERED_SHARE = 16  # a segment is emptied if free slots in segments with pages take more than 1/16 of the budget
 _MIN_SLOTS, _MIN_INDEX_BYTES = 8, 256 << 10
-_ENTRY_BYTES = 300  # bytes that a page adds to the index, approximately, in addition to three times its key
-_SPARE_BYTES = 32 << 10  # reserve for B-tree pages of the index that are split
+_ENTRY_BYTES = 300  # approximate bytes that a page adds to the index, in addition to three times its key
+_SPARE_BYTES = 32 << 10  # bytes reserved for B-tree pages of the index that are split
 
 
 def commit_bytes(budget_bytes: int) -> int:
-    """Maximum bytes of values in one commit; a commit of a single value may have more."""
+    """Return the maximum bytes of values in one commit; a commit of a single value may have more."""
     return min(budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES)
 
 
 def min_budget_bytes(record: StoreRecord) -> int:
-    """Smallest budget with which eviction works and stored pages are found again."""
+    """Return the smallest budget with which eviction works and stored pages are found again."""
     return _MIN_SLOTS * record.max_slot_bytes(record.page_sizes[-1]) + _MIN_INDEX_BYTES
 
 
@@ -110,7 +111,7 @@ class GroupWriter:
         return True
 
     def begin_call(self) -> None:
-        """Start a call: until the next one, no segment is emptied that has pages stored or used since now."""
+        """Start a call: until the next call, no segment with pages that were stored or used since now is emptied."""
         self._call_tick = self._files.index.uses.next_tick()
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -121,7 +122,7 @@ class GroupWriter:
             with self._files.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in keys]
             num_removed = self._free(removed)
-            self._files.slots.erase()  # also the blocks of pages that were evicted before
+            self._files.slots.erase()  # also erases the blocks of pages that were evicted before
             return num_removed
 
         return self._change(work) or 0
@@ -163,7 +164,7 @@ class GroupWriter:
         self._run(self._rebuild)
 
     def reopen(self) -> bool:
-        """After a failed write: try to write a page; whether the store is writable now."""
+        """After a failed write, try to write a page. Returns whether the store is writable now."""
 
         def work() -> None:
             if self._is_index_lost:
@@ -184,11 +185,11 @@ class GroupWriter:
         self._files.close(is_complete=not self._is_index_lost)
 
     def _run(self, work: Callable[[], T]) -> T | None:
-        """Call `work`, which changes the store; None if that failed, or the store is read-only."""
+        """Call `work`, which changes the store. Returns None if this failed, or if the store is read-only."""
         return None if self.read_only else self._change(work)
 
     def _change(self, work: Callable[[], T]) -> T | None:
-        """Call `work`, which changes the store, also if it is read-only; None if that failed."""
+        """Call `work`, which changes the store, even if the store is read-only. Returns None if this failed."""
         try:
             self._files.lock.require_same()
             result = work()
@@ -239,13 +240,13 @@ class GroupWriter:
             if segment and (index.uses.newest(*segment) > self._call_tick or index.uses.has_deadline(*segment)):
                 segment = None
             if not (self._evict_segment(segment) if segment else self._evict_oldest(missing_bytes)):
-                slots.trim()  # frees space on file systems without holes, once the end of a file has no page
+                slots.trim()  # frees space on file systems without holes, if the end of a file has no page
                 if slots.missing_bytes(needed, max_bytes) > 0:
                     raise OSError(errno.ENOSPC, f"{missing_bytes} bytes more than the budget are needed")
 
     def _evict(self, used_bytes: int) -> int:
-        """Evict the least recently used pages until used slots and index have at most `used_bytes`; returns how many.
-        Works in batches, because the index shrinks with its pages."""
+        """Evict the least recently used pages until used slots and index have at most `used_bytes`. Returns the number
+        of evicted pages. Works in batches, because the index shrinks with its pages."""
         slots, index, num_evicted = self._files.slots, self._files.index, 0
         while (excess_bytes := slots.used_bytes + index.num_bytes() - used_bytes) > 0:
             if not (evicted := self._evict_oldest(excess_bytes)):
@@ -254,7 +255,8 @@ class GroupWriter:
         return num_evicted
 
     def _evict_oldest(self, num_bytes: int) -> int:
-        """Evict, in one commit, least recently used pages until their slots have `num_bytes`; returns how many."""
+        """Evict, in one commit, least recently used pages until their slots have `num_bytes`. Returns the number of
+        evicted pages."""
         removed = list[tuple[bytes, Entry | None]]()
         with self._files.index.changes() as changes:
             while num_bytes > 0 and len(removed) < _MAX_EVICTIONS and (oldest := changes.pop_oldest()):
@@ -283,7 +285,7 @@ class GroupWriter:
         index, written = self._files.index, list[tuple[bytes, Entry, int]]()
         index_bytes = sum(3 * len(key) + _ENTRY_BYTES for key in keys)
         try:
-            for batch in _batches(zip(keys, values, strict=False)):  # `values` goes on with those of later commits
+            for batch in _batches(zip(keys, values, strict=False)):  # `values` also contains those of later commits
                 self._write(batch, written, index_bytes)
             self._sync_group()
             with index.changes() as changes:

@@ -1,7 +1,7 @@
-"""The operator's verbs on a store: describe, list, verify, repair, evict.
+"""The commands of an operator for a store: describe, list, verify, repair, evict.
 
-They need no engine: the record in the store has its identity and settings. Values are verified as stored, so an
-encrypted store can be verified without its key.
+These functions need no engine, because the record in the store has its identity and settings. Values are verified as
+stored, so an encrypted store can be verified without its key.
 """
 
 from __future__ import annotations

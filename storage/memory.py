@@ -19,9 +19,10 @@ from hicache.storage.base import PageBuffer
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 4096  # bytes: offset, length and memory of an O_DIRECT read; sufficient for every common disk
-# Buffers up to this size are reused for the next value: page faults of fresh memory cost more than copying a small
-# value. A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
+# bytes to which offset, length and memory of an O_DIRECT read are aligned; sufficient for every common disk
+ALIGNMENT = 4096
+# Buffers up to this size are reused for the next value, because page faults of fresh memory cost more than copying a
+# small value. A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
 MAX_KEPT_BYTES = 64 << 20
 HUGE_PAGE_BYTES = 2 << 20
 _SHARED_FOLDER = "/dev/shm"
@@ -32,7 +33,8 @@ def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT) -> int:
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Map page-aligned memory of `num_bytes`, rounded up to blocks, and one block more. Uses no memory until touched.
+    """Map page-aligned memory of `num_bytes`, rounded up to blocks, plus one block. The mapping uses no memory until it
+    is touched.
 
     From 2 MiB on it lies in huge pages, if the kernel has them. A request to a disk has at most a few hundred segments,
     each contiguous in memory; with pages of 4 KiB a direct read could take only 1 MiB at a time.
@@ -41,9 +43,9 @@ def aligned_buffer(num_bytes: int) -> memoryview:
     if length < HUGE_PAGE_BYTES:
         return memoryview(mmap.mmap(-1, length))
     length = round_up(length, HUGE_PAGE_BYTES)
-    # Private, because shared anonymous memory belongs to tmpfs, which seldom has huge pages.
+    # The mapping is private, because shared anonymous memory belongs to tmpfs, which seldom has huge pages.
     memory = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # the kernel may lack huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -np.frombuffer(memory, dtype=np.uint8).ctypes.data % HUGE_PAGE_BYTES
     return memoryview(memory)[start : start + length]
@@ -70,7 +72,7 @@ def memory_file(name: str, num_bytes: int = 0) -> int:
     try:
         if num_bytes:
             os.ftruncate(descriptor, num_bytes)
-            with contextlib.suppress(OSError):  # a kernel without seals
+            with contextlib.suppress(OSError):  # the kernel may lack seals
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     except BaseException:
         os.close(descriptor)
@@ -108,7 +110,7 @@ def _file_without_name(num_bytes: int) -> int:
 
 
 def usable_cpus() -> set[int]:
-    """The CPUs that this process may run on; all CPUs if the kernel does not report them."""
+    """Return the CPUs that this process may run on; all CPUs if the kernel does not report them."""
     try:
         return os.sched_getaffinity(0)
     except OSError:
@@ -122,7 +124,7 @@ class _Buffer:
         self._kept: memoryview = memoryview(b"")
 
     def take(self, num_bytes: int) -> memoryview:
-        """A buffer of at least `num_bytes`, aligned as by `aligned_buffer`; its content is undefined."""
+        """Return a buffer of at least `num_bytes`, aligned as by `aligned_buffer`; its content is undefined."""
         if num_bytes > MAX_KEPT_BYTES:
             return aligned_buffer(num_bytes)
         if len(self._kept) < num_bytes + ALIGNMENT:
@@ -130,7 +132,7 @@ class _Buffer:
         return self._kept
 
     def take_page(self, num_bytes: int) -> PageBuffer:
-        """A buffer as uint8 `[num_bytes]`; its content is undefined."""
+        """Return a buffer as uint8 `[num_bytes]`; its content is undefined."""
         return np.frombuffer(self.take(num_bytes), dtype=np.uint8, count=num_bytes)
 
 

@@ -1,9 +1,9 @@
 """One client of Mooncake's library, which reconnects after failures.
 
-Three behaviours of the library (0.3.13, measured) shape this module. `setup` holds the interpreter lock, for minutes if
-the master does not answer, so a child process tries it first. A transfer of more than 60 s is reported as failed but
-continues. So the client is closed, which ends the transfer, before the caller gets its buffers back. A call to a
-closed client crashes the process, so closing waits until no call is running.
+This module is shaped by three measured behaviours of the library (0.3.13). `setup` holds the interpreter lock, for
+minutes if the master does not answer, so a child process tries it first. A transfer of more than 60 s is reported as
+failed but continues. So the client is closed, which ends the transfer, before the caller gets its buffers back. A call
+to a closed client crashes the process, so closing waits until no call is running.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hicache.storage.read_write_lock import ReadWriteLock
 
 log = logging.getLogger("hicache.storage")
 
-# Return codes of the library for a key: a length, 0 or 1, or one of these (mooncake-store/include/types.h). Codes
-# without a name here are failures of the master, of a machine that lends memory, or of the network.
+# Return codes of the library for a key are a length, 0 or 1, or one of these codes (mooncake-store/include/types.h).
+# Codes that are not listed here are failures of the master, of a machine that lends memory, or of the network.
 FULL = -200
-INVALID_PARAMS = -600  # a get: the value is longer than the buffers
+INVALID_PARAMS = -600  # for a get: the value is longer than the buffers
 BEING_WRITTEN, MISSING, PRESENT, LEASED, LEASE_ENDED, GONE = -703, -704, -705, -706, -707, -712
-TRANSFER_FAILED = -800  # a get, also: the value is shorter than the buffers
+TRANSFER_FAILED = -800  # for a get, this code also means that the value is shorter than the buffers
 UNREACHABLE, TIMED_OUT = -900, -901
 _NO_FAILURES = frozenset((FULL, BEING_WRITTEN, MISSING, PRESENT, LEASED, GONE))
 _MEANINGS = {
@@ -43,7 +43,7 @@ _MEANINGS = {
 Codes: TypeAlias = "list[int]"
 LibraryCall: TypeAlias = Callable[[Any], Codes]
 
-_ABANDONS_TRANSFERS_AFTER_S = 59.0  # measured: 60.0
+_ABANDONS_TRANSFERS_AFTER_S = 59.0  # slightly less than the measured 60.0
 _RECONNECT_PAUSE_S = 1.0
 _PROBE = """
 import os, sys
@@ -80,7 +80,7 @@ class MooncakeClient:
         self._transport = (protocol, device)
         self._memories: list[tuple[int, int, PageBuffer]] = []  # registered addresses [start, end), ascending
         self._registering = threading.Lock()
-        self._lock = ReadWriteLock()  # calls take it for reading, connecting and closing for writing
+        self._lock = ReadWriteLock()  # calls lock it for reading; connecting and closing lock it for writing
         self._closed = False
         self._reconnect_at_s = 0.0
         self._library: Any = self._connect()
@@ -91,7 +91,8 @@ class MooncakeClient:
         if self.is_registered(memory):
             return True
         code = self.call(lambda library: [library.register_buffer(start, len(memory))], 1)[0]
-        if code not in (0, UNREACHABLE):  # without a connection, connecting registers all memories
+        # without a connection, nothing is registered now: connecting registers all memories
+        if code not in (0, UNREACHABLE):
             return False
         with self._registering:
             bisect.insort(self._memories, (start, start + len(memory), memory), key=lambda known: known[0])
@@ -121,7 +122,7 @@ class MooncakeClient:
 
     @staticmethod
     def has_failed(code: int) -> bool:
-        """Whether the code reports a failure. An absent key or a full pool is no failure."""
+        """Return whether the code reports a failure. An absent key or a full pool is no failure."""
         return code < 0 and code not in _NO_FAILURES
 
     def close(self) -> None:
@@ -181,7 +182,7 @@ class MooncakeClient:
         return library
 
     def _probe(self, own_host: str, master: str) -> str:
-        """Let a child process try to connect; returns "" if it can, else the reason."""
+        """Let a child process try to connect. Returns "" if it can, otherwise the reason."""
         probe = [sys.executable, "-c", _PROBE, own_host, self._metadata, *self._transport, master]
         try:
             done = subprocess.run(probe, timeout=self._timeout_s, capture_output=True, check=False)
@@ -194,7 +195,8 @@ class MooncakeClient:
 
 
 def load_mooncake() -> Any:
-    """Import the module `mooncake.store`, which is large and starts threads, only when a store needs it."""
+    """Import the module `mooncake.store`, which is large and starts threads. Called only when a store needs the
+    module."""
     try:
         import mooncake.store
     except ImportError as error:

@@ -36,18 +36,18 @@ from hicache.storage.mooncake_client import (
 from hicache.storage.remote import RemotePageStore
 from hicache.storage.store_url import StoreUrl
 
-_MAX_CHUNKS = 4  # chunks of the store's own memory; each serves one call at a time
-# Threads of one call, for checksums and copies: a core reads 7 GB/s of pages that other cores wrote, about the rate at
-# which the library transfers. More threads would wait for the interpreter lock.
+_MAX_CHUNKS = 4  # maximum chunks of the store's own memory; each chunk serves one call at a time
+# Number of threads of one call, for checksums and copies. A core reads 7 GB/s of pages that other cores wrote, about
+# the rate at which the library transfers. More threads would wait for the interpreter lock.
 _MAX_THREADS = 4
 _SLOW_FAILURE_S = 1.0
-_BATCH_BYTES = 64 << 20  # bytes of pages in one call of the library; the deadline is checked between calls
+_BATCH_BYTES = 64 << 20  # bytes of pages in one call of the library; the deadline is checked between two calls
 
 
 @dataclass(frozen=True)
 class _Value:
     """A value of `length` bytes in transfer. `in_place`: the library transfers from or to the page itself, and only the
-    header lies in a chunk."""
+    header is in a chunk."""
 
     key: bytes
     page: PageBuffer
@@ -56,7 +56,7 @@ class _Value:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of a chunk that the value needs."""
+        """Return the bytes of a chunk that the value needs."""
         return HEADER_BYTES if self.in_place else self.length
 
     def addresses(self, staging: PageBuffer) -> list[int]:
@@ -100,7 +100,7 @@ class MooncakePageStore(RemotePageStore):
             self._failed(f"cannot register {len(memory)} bytes of memory; its pages are copied", 0, is_read=True)
 
     def reopen(self) -> bool:
-        """Whether the master answers."""
+        """Return whether the master answers."""
         self._require()
         return self._call(_exist, [b"\0"])[0] >= 0
 
@@ -159,14 +159,15 @@ class MooncakePageStore(RemotePageStore):
         """Write to `staging` the header, and the payload unless it is transferred in place."""
         encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, staging.data[HEADER_BYTES:])
         staging[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
-        if not value.in_place and self._is_plain:  # encoding has already written an encrypted payload to `staging`
+        # otherwise, encoding has already written an encrypted payload to `staging`
+        if not value.in_place and self._is_plain:
             staging[HEADER_BYTES:] = value.page
 
     def _note_used(self, keys: Sequence[bytes]) -> None:
         self._call(_exist, keys)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        # Remove by force, despite leases: a client that reads the value now verifies it anyway.
+        # Remove values despite leases, because a client that reads a value at the same time verifies it anyway.
         codes = self._call(lambda library, names: library.batch_remove(names, True), keys)
         self._count(codes, is_read=False)
         return codes.count(0)
@@ -184,8 +185,8 @@ class MooncakePageStore(RemotePageStore):
         )
 
     def _in_batches(self, values: Sequence[_Value], deadline_s: float, move: Callable[[_Batch], Codes]) -> Codes:
-        """Call `move` for batches that fit a chunk; returns the codes of all values. Stops, with TIMED_OUT for the
-        rest, after the deadline or after a batch of which all values fail slowly."""
+        """Call `move` for batches that fit a chunk; returns the codes of all values. After the deadline, or after a
+        batch of which all values fail slowly, the rest gets TIMED_OUT."""
         left_s = max(0.0, deadline_s - time.monotonic())
         try:
             chunk = self._chunks.get(timeout=None if left_s == math.inf else left_s)
@@ -231,7 +232,7 @@ class MooncakePageStore(RemotePageStore):
             try:
                 chunk = np.frombuffer(aligned_buffer(chunk_bytes), np.uint8, chunk_bytes)
                 is_registered = self._client.register(chunk)
-            except OSError:  # not enough memory
+            except OSError:  # there is not enough memory
                 is_registered = False
             if not is_registered:
                 self._client.close()
@@ -248,8 +249,8 @@ def _exist(library: Any, names: list[str]) -> Codes:
 
 
 def _lengths(library: Any, names: list[str]) -> Codes:
-    """The lengths of values in bytes, or error codes. After the first failure of the master the rest get its code
-    without a call, because each call would take seconds."""
+    """Return the lengths of values in bytes, or error codes. After the first failure of the master, the remaining
+    values get its code without a call, because each call would take seconds."""
     lengths: Codes = []
     for name in names:
         has_failed = bool(lengths) and MooncakeClient.has_failed(lengths[-1])

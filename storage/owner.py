@@ -1,4 +1,4 @@
-"""The process that owns an object with threads or files. Imports only errors."""
+"""Records which process owns an object with threads or files. Imports only errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hicache.errors import NotRunning
 
 class OwnerProcess:
     """Records the process that creates it. A forked process shares the files of its parent but has none of its threads:
-    closing an object there would close it here. So in a fork nothing is closed, and every use raises."""
+    closing an object there would close it here. Therefore nothing is closed in a forked process, and every use
+    raises."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -34,7 +34,7 @@ def identity_with_key(identity: Mapping[str, str | int], cipher: PageCipher | No
 
 
 def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
-    """SHA-256 over the identity as canonical JSON; every value has its first 16 bytes."""
+    """Return the SHA-256 of the identity as canonical JSON; every value contains its first 16 bytes."""
     return hashlib.sha256(_canonical(dict(identity)).encode()).digest()
 
 
@@ -55,7 +55,7 @@ class StoreRecord:
 
     @property
     def key_id(self) -> str:
-        """Id of the encryption key, "" for none."""
+        """The id of the encryption key, "" for none."""
         return str(self.identity.get(KEY_ID_FIELD, ""))
 
     @property
@@ -64,13 +64,13 @@ class StoreRecord:
         return namespace_digest(self.identity)[:NAMESPACE_BYTES]
 
     def max_slot_bytes(self, page_bytes: int) -> int:
-        """Slot length in bytes of an uncompressed page of `page_bytes`."""
+        """Return the slot length in bytes of an uncompressed page of `page_bytes`."""
         return BLOCK_BYTES + round_up(page_bytes + (ENCRYPTION_BYTES if self.key_id else 0))
 
     def require(self, path: Path, expected: StoreRecord) -> None:
         """Raise `StoreMismatch`, with both sides of each difference, unless `expected` has this identity and
         formats."""
-        # One flat dict for each side; the last field wins, so no identity field can hide the page sizes.
+        # Each side is one flat dict. The last field wins, so no identity field can hide the page sizes.
         stored, configured = ({**one.identity, "store.page_bytes": list(one.page_sizes)} for one in (self, expected))
         names = sorted(name for name in stored.keys() | configured.keys() if stored.get(name) != configured.get(name))
         if not names:
@@ -105,8 +105,8 @@ class StoreRecord:
         return record
 
     def _is_sound(self) -> bool:
-        """Whether each field has its type and range. The checksum detects damage, but not a record that another program
-        wrote."""
+        """Return whether each field has its type and range. The checksum detects damage, but not a record that another
+        program wrote."""
         filters, sizes = [format.filter for format in self.formats], list(self.page_sizes)
         widths = (filter.element_bytes for filter in filters)
         numbers = (*sizes, self.budget_bytes, self.level, *widths)

@@ -1,6 +1,6 @@
 """Base of the stores on other machines: names of keys, argument checks, values, verification, counters.
 
-The server stores, under the name of a key, the value that the codec encodes: header and payload. So identity,
+The server stores, under the name of a key, the value that the codec encodes: header and payload. Therefore identity,
 verification, compression and encryption are the same as on disk, and processes with the same identity share pages.
 """
 
@@ -58,7 +58,7 @@ class RemotePageStore(ABC):
         self._closed = False
         self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
-        self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently used first
+        self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently used key first
         self._lock = threading.Lock()
         self._corrupt: set[bytes] = set()  # to be deleted by the next call that writes
 
@@ -67,7 +67,7 @@ class RemotePageStore(ABC):
         return tuple(self._codecs)
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Do nothing: sockets send from and receive into any memory."""
+        """Do nothing, because sockets send from and receive into any memory."""
         self._require()
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
@@ -120,7 +120,7 @@ class RemotePageStore(ABC):
         return self._remove(keys) if keys else 0
 
     def stats(self) -> StoreStats:
-        """Counters of the calls of this object, not of the server."""
+        """Return the counters of the calls of this object, which are not those of the server."""
         return self._counters.now
 
     def thread_read_errors(self) -> int:
@@ -142,7 +142,7 @@ class RemotePageStore(ABC):
 
     @abstractmethod
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """For each key, whether the server has a value."""
+        """Return, for each key, whether the server has a value."""
 
     @abstractmethod
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
@@ -155,7 +155,7 @@ class RemotePageStore(ABC):
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:
-        """Delete values; returns how many were present."""
+        """Delete values. Returns how many were present."""
 
     def _note_used(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a server may have no order of use
         """Send uses to the server, the most recent one last."""
@@ -165,8 +165,8 @@ class RemotePageStore(ABC):
         """Release connections and threads."""
 
     def _name(self, key: bytes, separator: str) -> str:
-        """Name of a key on the server: `hicache`, the first 8 bytes of the namespace digest in hex, and the key in
-        base64url without padding; at most 707 characters."""
+        """Return the name of a key on the server: `hicache`, the first 8 bytes of the namespace digest in hex, and the
+        key in base64url without padding; at most 707 characters."""
         return separator.join(("hicache", self._namespace, base64.urlsafe_b64encode(key).rstrip(b"=").decode()))
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
@@ -175,8 +175,8 @@ class RemotePageStore(ABC):
         return codec.encode_split(key, page, self._values.take(codec.max_value_bytes), lag=lag)
 
     def _decode(self, key: bytes, header: bytes, payload: memoryview, page: PageBuffer) -> bool:
-        """Decode a value into `page`; whether it holds verified bytes. `payload` may lie in `page`. A value that does
-        not verify is counted and deleted later, unless it is a page of another size."""
+        """Decode a value into `page`. Returns whether `page` has verified bytes. `payload` may lie in `page`. A value
+        that does not verify is counted and deleted later, unless it is a page of another size."""
         reason = self._codecs[len(page)].decode_split(key, header, payload, page)
         if not reason:
             return True
@@ -192,7 +192,7 @@ class RemotePageStore(ABC):
             self._corrupt.add(key)
 
     def _answers(self, answers: Sequence[bool | Exception], *, is_read: bool) -> list[bool]:
-        """For each answer whether it is True; count the exceptions among them as errors."""
+        """Return for each answer whether it is True; count the exceptions among the answers as errors."""
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if errors:
             self._failed(errors[0], len(errors), is_read=is_read)
@@ -220,6 +220,6 @@ class RemotePageStore(ABC):
 
 
 def first_line(error: object) -> str:
-    """First line of a client's or server's message, for logs; at most `_MAX_SHOWN` characters."""
+    """Return the first line of a client's or server's message, for logs; at most `_MAX_SHOWN` characters."""
     line = str(error).partition("\n")[0]
     return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."

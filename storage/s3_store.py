@@ -20,10 +20,10 @@ from hicache.storage.header import HEADER_BYTES
 from hicache.storage.remote import RemotePageStore, first_line
 from hicache.storage.store_url import StoreUrl
 
-_MAX_RETRIES = 1  # for a reused connection that the server has closed
+_MAX_RETRIES = 1  # retries, for a reused connection that the server has closed
 _NO_CREDENTIALS = "no credentials, nor a role of the machine; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-# Text in an error message of the client -> cause and remedy. The texts are error codes of the server, and the paths at
-# which AWS gives a machine the credentials of its role.
+# Maps text in an error message of the client to cause and remedy. The texts are error codes of the server, and the
+# paths at which AWS gives a machine the credentials of its role.
 _CAUSES = {
     "<Code>NoSuchBucket<": "its bucket does not exist; create it",
     "/latest/api/token": _NO_CREDENTIALS,
@@ -72,7 +72,8 @@ class S3PageStore(RemotePageStore):
                 self._client.head(self._bucket, name)
             except FileNotFoundError:
                 if not self._found_bucket:
-                    self._client.get(self._bucket, name)  # unlike HEAD, its error shows whether the bucket is missing
+                    # unlike the error of HEAD, that of a get shows whether the bucket is missing
+                    self._client.get(self._bucket, name)
                 raise
             return True
 
@@ -135,7 +136,8 @@ class S3PageStore(RemotePageStore):
                     return False
                 return StoreError(cause) if cause else error
             except BaseException as error:
-                if type(error).__name__ != "PanicException":  # a panic of the Rust client; its class cannot be imported
+                # a panic of the Rust client, whose class cannot be imported
+                if type(error).__name__ != "PanicException":
                     raise
                 return StoreError(f"{error}; check bucket and region, and AWS_* in the environment")
 

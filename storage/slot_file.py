@@ -40,13 +40,13 @@ T = TypeVar("T")
 MAGIC, VERSION = b"HKVS", 1
 BLOCK_BYTES = 4096
 MAX_KEY_BYTES = 511
-_LENGTHS = 16  # slot lengths for pages of one size
-MAX_RUN = 256  # slots of one read or write; at most 4 buffers per slot, and the kernel takes 1024.
-_END_SEQUENCE = 1 << 63  # sequences are below this
+_LENGTHS = 16  # maximum number of slot lengths for pages of one size
+MAX_RUN = 256  # maximum slots of one read or write: each has at most 4 buffers, and the kernel accepts 1024
+_END_SEQUENCE = 1 << 63  # sequence numbers are below this
 _START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # from linux/falloc.h
-_MAX_OFFSET = 1 << 40  # beyond the end of every slot file, within the limits of file systems
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # constants of linux/falloc.h
+_MAX_OFFSET = 1 << 40  # offset beyond the end of every slot file, within the limits of file systems
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks
 _NO_BLOCK = aligned_buffer(BLOCK_BYTES)[:BLOCK_BYTES]
 _blocks, _gap, _joined = Scratch(), Scratch(), Scratch()
@@ -86,8 +86,8 @@ class SlotLength(NamedTuple):
 
     @classmethod
     def of(cls, page_bytes: int, payload_bytes: int) -> SlotLength:
-        """Slot length for a payload: one block, plus the payload rounded up to sixteenths of a page, which are rounded
-        up to blocks; at most the blocks that the page or the payload needs."""
+        """Return the slot length for a payload: one block, plus the payload rounded up to sixteenths of a page, which
+        are rounded up to blocks; but at most the blocks that the page or the payload needs."""
         rounded_bytes = round_up(payload_bytes, round_up(-(-page_bytes // _LENGTHS)))
         return cls(page_bytes, BLOCK_BYTES + min(rounded_bytes, round_up(max(page_bytes, payload_bytes))))
 
@@ -109,7 +109,7 @@ class SlotWrite(NamedTuple):
 
 
 def is_aligned(page: PageBuffer) -> bool:
-    """Whether a page can be read directly into its memory: address and length are multiples of a block."""
+    """Return whether a page can be read directly into its memory: address and length are multiples of a block."""
     return not (page.ctypes.data | page.nbytes) % ALIGNMENT
 
 
@@ -132,7 +132,7 @@ class SlotFile:
         self._system = ctypes.CDLL(None, use_errno=True)
         with contextlib.ExitStack() as held:
             self._file = self._direct = held.enter_context(io.FileIO(data, "r+", opener=open_private))
-            with contextlib.suppress(OSError):  # a file system without direct access
+            with contextlib.suppress(OSError):  # the file system may lack direct access
                 self._direct = held.enter_context(io.FileIO(data, "r+", opener=_open_direct))
             self.has_holes = self._punch(_MAX_OFFSET, BLOCK_BYTES)
             self._held = held.pop_all()
@@ -141,11 +141,11 @@ class SlotFile:
         self._held.close()
 
     def disk_bytes(self) -> int:
-        """Disk space of the file in bytes, without holes."""
+        """Return the disk space of the file in bytes, without holes."""
         return os.fstat(self._file.fileno()).st_blocks * _STAT_BLOCK_BYTES
 
     def num_slots(self) -> int:
-        """Length of the file in slots, rounded up."""
+        """Return the length of the file in slots, rounded up."""
         return -(-os.fstat(self._file.fileno()).st_size // self.slot_bytes)
 
     def read(self, run: Sequence[SlotRead]) -> list[memoryview | None]:
@@ -241,7 +241,7 @@ class SlotFile:
 
     def _write(self, parts: Sequence[memoryview], slot: int) -> None:
         self._transfer(os.pwritev, parts, slot * self.slot_bytes)
-        self._num_writes += 1  # after the write: a sync that began during the write may not include it
+        self._num_writes += 1  # counted after the write: a sync that began during the write may not include it
 
     def _transfer(self, call: Callable[..., int], parts: Sequence[memoryview], start: int) -> int:
         """Read or write all parts from offset `start` on, with O_DIRECT if possible; returns the number of bytes, less
@@ -253,7 +253,7 @@ class SlotFile:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or file is self._file:
                     raise
-                file = self._file  # unaligned memory, or the unaligned rest of a part, which O_DIRECT refuses
+                file = self._file  # for unaligned memory, or the unaligned rest of a part, which O_DIRECT refuses
                 continue
             if not moved:
                 break
@@ -306,13 +306,14 @@ class SlotFiles(dict[SlotLength, SlotFile]):
 
 
 def slot_lengths(path: Path) -> list[SlotLength]:
-    """Slot lengths of the slot files in a directory, from their names, sorted."""
+    """Return the slot lengths of the slot files in a directory, from their names, sorted."""
     names = (re.fullmatch(r"pages-(\d+)-(\d+)\.dat", file.name) for file in slots_files(path))
     return sorted(SlotLength(*map(int, name.groups())) for name in names if name)
 
 
 def _aligned_part(payload: memoryview) -> memoryview:
-    """The complete blocks of a payload, which can be written without a copy; empty if its memory is not aligned."""
+    """Return the complete blocks of a payload, which can be written without a copy; empty if its memory is not
+    aligned."""
     is_direct = len(payload) and not np.frombuffer(payload, dtype=np.uint8).ctypes.data % ALIGNMENT
     return payload[: len(payload) // ALIGNMENT * ALIGNMENT if is_direct else 0]
 

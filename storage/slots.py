@@ -1,4 +1,4 @@
-"""The state of each slot of a store: used, free or hole. Kept in memory while the store is open.
+"""The state of each slot of a store: used, free or hole. The states are in memory while the store is open.
 
 A free slot has disk space, a hole has none. Holes become free a segment at a time, so that a write needs no allocation
 by the file system. The slots of a segment without pages can become holes again, which frees space for pages of another
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
         return cls(len(records), len(records) * HEADER_BYTES + payloads, pages)
 
     def plus(self, sign: int, page_bytes: int, payload_bytes: int) -> Sizes:
-        """Sizes with one page more (`sign` 1) or less (-1)."""
+        """Return the sizes with one page more (`sign` 1) or less (-1)."""
         live_bytes = self.live_bytes + sign * (HEADER_BYTES + payload_bytes)
         return Sizes(self.entries + sign, live_bytes, self.raw_bytes + sign * page_bytes)
 
@@ -72,7 +72,7 @@ class _FileSlots:
 
     @property
     def reclaimable(self) -> _Slots:
-        """Free slots that can become holes: those in segments without a page."""
+        """Return the free slots that can become holes: those in segments without a page."""
         if not self.file.has_holes:
             return np.zeros(0, dtype=np.intp)
         return np.flatnonzero((self.states != _HOLE) & ~(self.states == _USED).any(axis=1, keepdims=True))
@@ -158,12 +158,12 @@ class Slots:
 
     @property
     def used_bytes(self) -> int:
-        """Disk space of used slots."""
+        """Disk space of all used slots."""
         return sum(length.slot_bytes * len(slots.used) for length, slots in self._slots.items())
 
     @property
     def disk_bytes(self) -> int:
-        """Disk space of used and free slots."""
+        """Disk space of all used and free slots."""
         return sum(length.slot_bytes * int(np.count_nonzero(slots.states)) for length, slots in self._slots.items())
 
     def settle(self) -> None:
@@ -257,7 +257,7 @@ class Slots:
 
 
 def _are_of(records: npt.NDArray[np.void], length: SlotLength) -> npt.NDArray[np.bool_]:
-    """For each record of an index, whether its page has this slot length."""
+    """Return, for each record of an index, whether its page has this slot length."""
     found = np.asarray(records["page_bytes"] == length.page_bytes, dtype=np.bool_)
     payloads, which = np.unique(records["payload_bytes"][found], return_inverse=True)
     fit = np.array([SlotLength.of(length.page_bytes, n) == length for n in payloads.tolist()], dtype=np.bool_)

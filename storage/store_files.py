@@ -34,7 +34,7 @@ from hicache.storage.slots import Slots
 from hicache.storage.store_folder import is_store_name
 
 log = logging.getLogger("hicache.storage")
-Progress = Callable[[int, int], None]  # slots done, and in all
+Progress = Callable[[int, int], None]  # called with the number of slots that are done, and of all slots
 
 _THREADS, _SLOTS_AT_ONCE = 8, 256
 
@@ -74,7 +74,7 @@ class StoreFiles:
     @contextlib.contextmanager
     def reading(self) -> Iterator[StoreFiles]:
         """Keep index and slot files open until the block ends. `StoreError` if the store is closed."""
-        self.owner.require_here()  # first: in a fork, another thread may hold the lock forever
+        self.owner.require_here()  # checked first, because in a forked process another thread may hold the lock forever
         with self._reading:
             self.require_open()
             yield self
@@ -180,7 +180,7 @@ def _record(path: Path, record: StoreRecord) -> StoreRecord:
 
 
 def _denied_folder(path: Path) -> Path | None:
-    """A store's subfolder of `path` that this user has no permission to read, if there is one."""
+    """Return a store's subfolder of `path` that this user has no permission to read, if there is one."""
     try:
         named = [folder for folder in sorted(path.iterdir()) if is_store_name(folder.name)]
     except OSError:
@@ -189,7 +189,7 @@ def _denied_folder(path: Path) -> Path | None:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether `path` has files of a store, apart from its record and lock."""
+    """Return whether `path` has files of a store, apart from its record and lock."""
     return (path / INDEX_FILE).exists() or bool(slots_files(path))
 
 
@@ -223,7 +223,7 @@ def _rebuild(index: Index, files: SlotFiles, namespace: bytes, progress: Progres
     with index.changes() as changes:
         for one in newest.values():
             changes.put(one.key, one.entry, max(1, one.sequence))
-    index.uses.restart_clock()  # so that later sequences are higher
+    index.uses.restart_clock()  # makes later sequence numbers higher
     for length, file in files.items():
         used = {one.entry.slot for one in newest.values() if one.entry.length == length}
         file.truncate(max(used, default=-1) + 1)

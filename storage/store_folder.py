@@ -33,8 +33,8 @@ _NAME = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
 
 
 def store_name(identity: Mapping[str, str | int], page_sizes: Sequence[int]) -> str:
-    """Name of the subfolder for an identity: the server that writes it, and a digest. Stores with different encryption
-    keys have different names if the identity names the key."""
+    """Return the name of the subfolder for an identity: the server that writes it, and a digest. Stores with different
+    encryption keys have different names if the identity names the key."""
     named = json.dumps([FORMAT, dict(identity), sorted(page_sizes)], sort_keys=True)
     writer = re.sub(r"[^a-z0-9.]+", "-", str(identity.get("server", "hicache")).lower()[:64])
     return f"{writer.strip('-.') or 'store'}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
@@ -46,8 +46,8 @@ def is_store_name(name: str) -> bool:
 
 
 def name_of(record: StoreRecord) -> str:
-    """Name of the subfolder in which the creator of a store looks for it. The folder name of an engine's store does not
-    depend on the encryption key; that of a server's plug-in ("server" in the identity) does."""
+    """Return the name of the subfolder in which the creator of a store looks for it. The folder name of an engine's
+    store does not depend on the encryption key; that of a server's plug-in ("server" in the identity) does."""
     identity = dict(record.identity)
     if "server" not in identity:
         identity.pop(KEY_ID_FIELD, None)
@@ -55,7 +55,7 @@ def name_of(record: StoreRecord) -> str:
 
 
 def store_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """Subfolders of `path` with a store, sorted; none if `path` itself has a store or cannot be read."""
+    """Return the subfolders of `path` with a store, sorted; none if `path` itself has a store or cannot be read."""
     try:
         folders = [] if (Path(path) / STORE_FILE).exists() else sorted(Path(path).iterdir())
         return [folder for folder in folders if os.path.isfile(folder / STORE_FILE)]
@@ -64,13 +64,14 @@ def store_folders(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def store_at(path: str | os.PathLike[str]) -> Path:
-    """The directory of the store at `path`: if it is a folder with a single store, the subfolder of that store."""
+    """Return the directory of the store at `path`: if it is a folder with a single store, the subfolder of that
+    store."""
     folders = store_folders(path)
     return folders[0] if len(folders) == 1 else Path(path)
 
 
 def last_use_s(store: Path) -> float:
-    """Time at which a store was last opened, closed or written, in seconds since 1970; 0 if never."""
+    """Return the time at which a store was last opened, closed or written, in seconds since 1970; 0 if never."""
     try:
         return (store / LOCK_FILE).stat().st_mtime
     except OSError:
@@ -78,12 +79,12 @@ def last_use_s(store: Path) -> float:
 
 
 def disk_bytes(store: Path) -> int:
-    """Disk space of a store's files in bytes; for an open store without its index."""
+    """Return the disk space of a store's files in bytes; for an open store without its index."""
     return sum(map(_disk_bytes_of, (store / INDEX_FILE, *slots_files(store))))
 
 
 def _disk_bytes_of(file: Path) -> int:
-    """Disk space of a file in bytes; 0 if it does not exist."""
+    """Return the disk space of a file in bytes; 0 if it does not exist."""
     try:
         return file.stat().st_blocks * _BLOCK_BYTES
     except FileNotFoundError:
@@ -91,7 +92,8 @@ def _disk_bytes_of(file: Path) -> int:
 
 
 def _unsealed_bytes(store: Path) -> int:
-    """Approximate size of an index that is not in a file, in bytes, because the store is open or was killed."""
+    """Return the approximate size in bytes of an index that is not in a file, because the store is open or was
+    killed."""
     if (store / INDEX_FILE).exists():
         return 0
     num_slots = sum(_disk_bytes_of(slots_file(store, *length)) // length.slot_bytes for length in slot_lengths(store))
@@ -99,8 +101,8 @@ def _unsealed_bytes(store: Path) -> int:
 
 
 def remove_store(store: Path) -> bool:
-    """Remove a store unless a process has it open; whether it was removed. Raises OSError. The record is deleted last,
-    so a kill leaves a valid store with fewer pages."""
+    """Remove a store unless a process has it open. Returns whether it was removed. Raises OSError. The record is
+    deleted last, so a kill leaves a valid store with fewer pages."""
     try:
         with contextlib.closing(WriterLock(store, wait_s=0.0)):
             left = (*store.glob(f"*{NEW_SUFFIX}"), store / STORE_FILE, store / LOCK_FILE)
@@ -115,9 +117,9 @@ def remove_store(store: Path) -> bool:
 
 
 class StoreBudget:
-    """Share of one store in a budget of `num_bytes`; writer's thread only. `min_bytes`: the smallest share with which a
-    store works. `is_shared`: all stores in the folder of `store` share the budget. `removed`: names of the stores that
-    were removed. Raises OSError."""
+    """The share of one store in a budget of `num_bytes`; used only by the writer's thread. `min_bytes`: the smallest
+    share with which a store works. `is_shared`: all stores in the folder of `store` share the budget. `removed`: names
+    of the stores that were removed. Raises OSError."""
 
     def __init__(self, store: Path, num_bytes: int, min_bytes: int, *, is_shared: bool) -> None:
         self.num_bytes = num_bytes
@@ -127,8 +129,8 @@ class StoreBudget:
         self._is_shared = is_shared
 
     def bytes_for(self, needed_bytes: int) -> int:
-        """Bytes that the store may use, given that it needs `needed_bytes`. If the budget is shared, closed stores are
-        removed to free them."""
+        """Return the number of bytes that the store may use, given that it needs `needed_bytes`. If the budget is
+        shared, closed stores are removed to free them."""
         if not self._is_shared:
             return self.num_bytes
         self.note_use()

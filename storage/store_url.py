@@ -46,15 +46,16 @@ class StoreUrl:
             parts = urlsplit(url)
             host, port = unquote(parts.hostname or ""), parts.port
             host.encode("idna")
-            query = parts.query.replace("+", "%2B")  # a plus means itself, not a space
+            query = parts.query.replace("+", "%2B")  # a plus sign means itself and not a space
             given = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-        except ValueError:  # its message may contain the password
+        except ValueError:  # the message of this error may contain the password
             raise _unreadable(scheme) from None
         has_gaps = re.search(r"\s", url) or re.search(r"[\x00-\x1f\x7f]", unquote(url))
         if has_gaps or parts.fragment or "@" in parts.query or len(dict(given)) < len(given):
             raise _unreadable(scheme)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
-        path = unquote(parts.path, errors="surrogateescape")  # like file names of the operating system
+        # paths are decoded like file names of the operating system
+        path = unquote(parts.path, errors="surrogateescape")
         return cls(scheme, user, password, host, port, path, dict(given))
 
     def options(self, **defaults: int | float | str) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class StoreUrl:
             try:
                 options[name] = read(text)
             except ValueError:
-                shown = "..." if "@" in text else repr(text[:_MAX_SHOWN])  # "@": it may contain a password
+                shown = "..." if "@" in text else repr(text[:_MAX_SHOWN])  # a text with "@" may contain a password
                 raise StoreError(f"{option}={shown} in a URL of {self.scheme}: give {meaning}") from None
         return options
 
@@ -88,7 +89,8 @@ def scheme_of(url: str) -> str:
 
 
 def _reader(name: str, default: float | str) -> tuple[Callable[[str], object], str]:
-    """Function that parses the text of an option, with ValueError for bad text, and a description of valid values."""
+    """Return a function that parses the text of an option and raises ValueError for invalid text, and a description of
+    valid values."""
     if isinstance(default, str):
         return (_http_url, "http://host:9000 or https://host") if name.endswith("_url") else (_not_empty, "text")
     least = 0 if not default or name == "level" else 1

@@ -38,7 +38,8 @@ def _serve(descriptor: int, engine: int) -> None:
         server.selector.unregister(engine)
         server.end_clients("its engine has ended")
 
-    # Forked children of the engine share its socket and may outlive it, so the socket alone does not show its end.
+    # Forked children of the engine share its socket and may outlive it. Therefore the socket alone does not show that
+    # the engine has ended.
     server.selector.register(engine, selectors.EVENT_READ, leave)
     try:
         server.run()

@@ -48,16 +48,16 @@ from hicache.storage.process.transports import Transport
 
 log = logging.getLogger(__name__)
 
-_MAX_UNSENT_BYTES = 4 << 20  # with more unsent bytes, uses of pages are not sent.
-_MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with jobs sends ALIVE every LOOK_S.
+_MAX_UNSENT_BYTES = 4 << 20  # if more bytes are unsent, uses of pages are not sent
+_MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with jobs sends the frame ALIVE every LOOK_S
 MAX_SILENCE_S = _MIN_SILENCE_S + _DOUBT_S  # delay until a hang is detected, if the I/O timeout is shorter
 _OPEN_LOOK_S = 0.5
-_IDLE_POLLS = 256  # polls in a row without jobs, after which the client checks whether the process lives
-_STALLED_CLOSE_S = 0.5  # how long `close` waits if a thread of the store is stalled
+_IDLE_POLLS = 256  # polls in a row without jobs after which the client checks whether the process is alive
+_STALLED_CLOSE_S = 0.5  # maximum time for which `close` waits if a thread of the store is stalled
 
 
 class State(enum.IntEnum):
-    """State of the store process; metrics export these numbers."""
+    """The state of a store process; metrics export these numbers."""
 
     OPEN = 0
     OPENING = 1
@@ -100,7 +100,7 @@ class StoreClient:
         self._error: StoreError | None = None
         self._silence = SilenceWatch(_DOUBT_S)
         self._idle_polls = 0
-        self._why = ""  # why the process was lost; "" once it has answered a job again
+        self._why = ""  # reason for which the process was lost; "" once it has answered a job again
         self._late_open_s = self._lost_at_s = self._retry_at_s = 0.0
         self._backoff_s = self._limits.reopen_backoff_s
         self._lookups = itertools.count(-2, -1)
@@ -139,7 +139,7 @@ class StoreClient:
 
     @property
     def write_fault(self) -> str:
-        """Why the store does not store pages; "" if the last write succeeded or the store is full."""
+        """Return why the store does not store pages; "" if the last write succeeded or the store is full."""
         if not self.is_open:
             return self._why or "the store is not open yet"
         return self.writes.fault or ("writes failed and are not tried yet" if self.writes.refuses() else "")
@@ -162,7 +162,7 @@ class StoreClient:
         while self._lookup is job and (left_s := until_s - time.monotonic()) > 0:
             self.wait(left_s)
             self._receive()
-        found = self._found  # it may be the late answer to an earlier lookup
+        found = self._found  # this may be the late answer to an earlier lookup
         return found if found is not None and found.ticket == job.ticket and found.answered else None
 
     def used(self, keys: Sequence[bytes]) -> None:

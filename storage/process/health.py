@@ -90,12 +90,12 @@ class Breaker:
         return self._state
 
     def refuses(self) -> bool:
-        """Whether a job submitted now would certainly be refused. Takes no lock."""
+        """Return whether a job submitted now would certainly be refused. Takes no lock."""
         return self._state is not State.CLOSED and self._clock() < self.refuses_until_s
 
     @property
     def refuses_until_s(self) -> float:
-        """Time until which jobs are refused; infinite during a probe, 0 while closed."""
+        """Return the time until which jobs are refused; infinite during a probe, 0 while the breaker is closed."""
         return {State.CLOSED: 0.0, State.HALF_OPEN: math.inf, State.OPEN: self._probe_at_s}[self._state]
 
     def admit(self, *, can_probe: bool = True) -> BreakerToken | None:
@@ -161,7 +161,7 @@ class Watchdog(Generic[J]):
         self._lock = threading.Lock()
         self._jobs: list[J] = []
         self._token = BreakerToken(0)
-        self._stalls_at_s = math.inf  # infinite without jobs
+        self._stalls_at_s = math.inf  # infinite if there are no jobs
         self.is_stalled = False
 
     @property
@@ -176,7 +176,7 @@ class Watchdog(Generic[J]):
 
     def end(self) -> None:
         with self._lock:
-            self._jobs = []  # jobs refer to pages and would keep their memory mapped
+            self._jobs = []  # jobs refer to pages, which would keep their memory mapped
             self._stalls_at_s = math.inf
             self.is_stalled = False
 

@@ -1,4 +1,4 @@
-"""The reads or the writes of one store: waiting jobs by class, threads and breaker."""
+"""The queue of reads, or of writes, of one store: waiting jobs by class, threads and a circuit breaker."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class IoQueue(Generic[J, D]):
         with self._changed:
             heapq.heappush(self._waiting, item)
             self._waiting_bytes += num_bytes
-            self._changed.notify_all()  # all: a single notified thread might not take this class
+            # notifies all threads, because a single notified thread might not accept this class
+            self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -123,12 +124,13 @@ class IoQueue(Generic[J, D]):
             return taken
 
     def fullness(self, full_bytes: int) -> float:
-        """Fullness in [0, 1]: the larger of jobs / capacity and queued bytes / `full_bytes`."""
+        """Return the fullness in [0, 1]: the larger of jobs / capacity and queued bytes / `full_bytes`."""
         with self._changed:
             return min(1.0, max(len(self._waiting) / self._capacity, self._waiting_bytes / full_bytes))
 
     def refuses(self, queue_class: float = math.inf) -> bool:
-        """Whether a job submitted now would not run: the breaker is open, or no thread is left for its class."""
+        """Return whether a job submitted now would not run, because the breaker is open or no thread is left for its
+        class."""
         return self.breaker.refuses() or self._stopped or self._are_stalled(queue_class)
 
     def refuse(self, item: Queued[J, D]) -> None:
@@ -153,7 +155,7 @@ class IoQueue(Generic[J, D]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is queued or running."""
+        """Return whether a job is queued or running."""
         return len(self._waiting) > 0 or any(worker.watchdog.is_working for worker in self._threads)
 
     def stop(self) -> None:
@@ -165,14 +167,14 @@ class IoQueue(Generic[J, D]):
             worker.thread.join()
 
     def numbers(self) -> tuple[float, ...]:
-        """The `QUEUE_NUMBERS` of the shared status, then the time until which jobs are refused."""
+        """Return the `QUEUE_NUMBERS` of the shared status, and the time until which jobs are refused."""
         breaker = self.breaker
         counts = breaker.state, breaker.opens, breaker.failures, self._refused, self._stalled
         until_s = math.inf if self._are_stalled() else breaker.refuses_until_s
         return (*counts, len(self._waiting), self._waiting_bytes, until_s)
 
     def _are_stalled(self, queue_class: float = math.inf) -> bool:
-        """Whether all threads for a class are stalled."""
+        """Return whether all threads for a class are stalled."""
         return all(worker.watchdog.is_stalled for worker in self._threads if worker.last_class >= queue_class)
 
     def _pop(self) -> Queued[J, D]:

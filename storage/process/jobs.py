@@ -42,7 +42,7 @@ class PageRows(Sequence[PageBytes]):
         return page
 
 
-FIND = -1  # the `batch` of the first find of a ticket; later finds have lower numbers
+FIND = -1  # the `batch` number of the first find of a ticket; later finds have lower numbers
 
 
 class ReadClass(enum.IntEnum):

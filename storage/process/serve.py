@@ -47,7 +47,7 @@ def _listening(path: Path) -> socket.socket:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if not probe.connect_ex(str(path)):
                     raise StoreLocked(f"another process serves a store at {path}; choose another path")
-            path.unlink()  # left behind by a killed process
+            path.unlink()  # left by a killed process
         listener.bind(str(path))
         listener.listen(_BACKLOG)
     except OSError as error:

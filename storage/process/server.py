@@ -27,7 +27,7 @@ from hicache.storage.process.stores import OpenStores
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_CREDENTIALS = struct.Struct("iII")  # process, user and group of a client
 
 
 class Server:
@@ -49,7 +49,7 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._later: list[Callable[[], None]] = []
         self._num_left = 0
-        self._why_later = ""  # the last logged reason of `call_later`
+        self._why_later = ""  # the last reason of `call_later` that was logged
         self._last_look_s = time.monotonic()
         self._woken, self._wakes = socket.socketpair()
         self._woken.setblocking(False)
@@ -65,7 +65,7 @@ class Server:
         self._clients.add(Session(self, connected))
 
     def call(self, do: Callable[[], None]) -> None:
-        """Schedule `do`, which must not raise, on the loop's thread. Any thread."""
+        """Schedule `do`, which must not raise, on the loop's thread. Any thread may call this method."""
         self._calls.append(do)
         if not self._is_awake:
             self._is_awake = True
@@ -156,7 +156,7 @@ class Server:
         assert listener is not None
         try:
             connected, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the client has disconnected already
+        except (BlockingIOError, ConnectionAbortedError):  # the client has already disconnected
             self._resume_accepting(listener)
             return
         except OSError as error:
@@ -176,7 +176,8 @@ class Server:
 
 
 def user_of(connected: socket.socket) -> int:
-    """User id of the process at the other end of a Unix socket. StoreError if the kernel does not report it."""
+    """Return the user id of the process at the other end of a Unix socket. Raises StoreError if the kernel does not
+    report it."""
     try:
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError as error:

@@ -38,11 +38,12 @@ from hicache.storage.process.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
-_MAX_YIELD_S, _CHECK_INTERVAL_S = 0.1, 0.002  # how long a write waits for reads at most, and the interval of its checks
+# maximum time for which a write waits for reads, and the interval of its checks
+_MAX_YIELD_S, _CHECK_INTERVAL_S = 0.1, 0.002
 _LAST_FIND = ReadClass.BACKGROUND_FIND
-_IDLE_S = 10.0  # time without writes after which the writer checks whether other stores need space
-_GROUP_BYTES = 256 << 20  # bytes of merged writes: several commits, each compressed during the previous one
-_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
+_IDLE_S = 10.0  # time without writes after which the writer checks whether other stores need disk space
+_GROUP_BYTES = 256 << 20  # maximum bytes of merged writes: several commits, each compressed during the previous one
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # errors after which another attempt would fail as well
 
 
 class _Fault(NamedTuple):
@@ -89,7 +90,7 @@ class StoreService:
             self.reads.start(settings.readers, self._read_loop)
             self.reads.start(1, self._find_loop, _LAST_FIND)
             self.writes.start(1, self._write_loop)
-        except BaseException:  # no thread is left on the machine
+        except BaseException:  # raised if the machine has no thread left
             self.writes.stop()
             self.reads.stop()
             raise
@@ -119,7 +120,7 @@ class StoreService:
         return self.store.page_sizes
 
     def stats(self) -> StoreStats:
-        """Statistics of the store; the previous ones if it raises."""
+        """Return the statistics of the store; the previous ones if the store raises."""
         try:
             stats = self.store.stats()
             tuple(map(int, dataclasses.astuple(stats)))  # raises if a field is not a number
@@ -133,7 +134,7 @@ class StoreService:
 
     @property
     def note(self) -> bytes:
-        """A few bytes that clients store; b"" if the store cannot keep them."""
+        """Return the bytes that clients store with the pages; b"" if the store cannot store them."""
         return self.store.note if isinstance(self.store, LmdbPageStore) else b""
 
     @note.setter
@@ -143,7 +144,7 @@ class StoreService:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is queued or running."""
+        """Return whether a job is queued or running."""
         return self.reads.is_busy or self.writes.is_busy
 
     def look(self) -> None:
@@ -152,7 +153,7 @@ class StoreService:
         self.writes.look()
 
     def numbers(self) -> dict[str, tuple[float, ...]]:
-        """The numbers of both queues, for the shared status."""
+        """Return the numbers of both queues, for the shared status."""
         return {"reads": self.reads.numbers(), "writes": self.writes.numbers()}
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class StoreService:
         else:
             self.store.sync()
 
-    # On the threads
+    # Methods that run on the worker threads
 
     def _read_loop(self, watchdog: Watchdog[_Read]) -> None:
         """Run reads until the queue is stopped. The jobs are local to `_do_read`: a waiting thread must not refer to
@@ -192,7 +193,7 @@ class StoreService:
             answer = unserved_read(job)
             try:
                 answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
-            except Exception:  # the thread must go on with the jobs of other clients
+            except Exception:  # the thread must continue with the jobs of other clients
                 log.exception("a read of the %s tier failed", self._settings.name)
             watchdog.end()
             item.reply(answer)
@@ -230,7 +231,7 @@ class StoreService:
         return True
 
     def _keep_budget(self, watchdog: Watchdog[_Write]) -> None:
-        """Evict down to the store's share of the budget: without a write, `put` does not do it."""
+        """Evict pages above the store's share of the budget; `put` does this too, but only if there is a write."""
         token = self.writes.breaker.admit(can_probe=False)
         if token is not None and isinstance(self.store, LmdbPageStore):
             watchdog.begin([], token)
@@ -248,7 +249,7 @@ class StoreService:
             time.sleep(_CHECK_INTERVAL_S)
 
     def _is_void(self, job: ReadJob) -> bool:
-        """Whether the job was cancelled or its deadline has passed."""
+        """Return whether the job was cancelled or its deadline has passed."""
         return job.cancelled.is_set() or self.clock() >= job.deadline_s
 
     def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
@@ -338,9 +339,9 @@ class StoreService:
     def _ask_to_read(
         self, call: Callable[[], list[bool]], token: BreakerToken, until_s: float = math.inf, *, proves: bool = True
     ) -> tuple[list[bool], bool]:
-        """Call the store and report the outcome to the breaker; returns the answers, [] if it raised, and whether they
-        are valid. A store that cannot read answers with misses; its count of read errors in this thread tells them from
-        absent pages. A call with a hit that ends after `until_s` was slow, which is no fault."""
+        """Call the store and report the outcome to the breaker. Returns the answers ([] if the store raised) and
+        whether they are valid. A store that cannot read answers with misses; its count of read errors in this thread
+        tells them from absent pages. A call with a hit that ends after `until_s` was slow, which is no fault."""
         ok, fault = _answer(
             call, self.store.thread_read_errors, lambda fails: _Fault("the store cannot be read") if fails else None
         )
@@ -350,8 +351,8 @@ class StoreService:
         return ok, fault is None
 
     def _ask_to_write(self, call: Callable[[], list[bool]], token: BreakerToken) -> list[bool]:
-        """Call the store and report the outcome to the breaker; returns the answers, [] if it raised. The count of
-        write errors tells a failing store from a full one."""
+        """Call the store and report the outcome to the breaker. Returns the answers, [] if the store raised. The count
+        of write errors tells a failing store from a full one."""
 
         def fault_of(fails: bool) -> _Fault | None:
             if self.stats().read_only:
@@ -366,8 +367,8 @@ class StoreService:
 def _answer(
     call: Callable[[], list[bool]], num_errors: Callable[[], int], fault_of: Callable[[bool], _Fault | None]
 ) -> tuple[list[bool], _Fault | None]:
-    """Call the store; returns the answers, [] if it raised, and the fault. `fault_of(has_errors)`: the fault if an
-    answer is False; `has_errors`: whether the store counted an error during the call."""
+    """Call the store. Returns the answers ([] if the store raised) and the fault. `fault_of(has_errors)` returns the
+    fault if an answer is False; `has_errors` says whether the store counted an error during the call."""
     try:
         before = num_errors()
         ok = call()
@@ -388,7 +389,8 @@ def _update_breaker(breaker: Breaker, token: BreakerToken, fault: _Fault | None,
 
 
 def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
-    """The answers of a store as bools. StoreError unless there is one for each item of `asked`."""
+    """Convert the answers of a store to bools. Raises StoreError unless there is one answer for each item of
+    `asked`."""
     found = [bool(answer) for answer in answers]
     if len(found) != len(asked):
         raise StoreError(f"a store was asked about {len(asked)} pages, and gave {len(found)} answers")
@@ -396,7 +398,7 @@ def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
 
 
 def _emptied(store: PageStore) -> bool:
-    """Remove all pages; whether the store is empty now. False for a store that cannot do this."""
+    """Remove all pages. Returns whether the store is empty now, and False for a store that cannot remove all pages."""
     if not isinstance(store, LmdbPageStore):
         return False
     evict(store, 0)

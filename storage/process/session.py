@@ -30,14 +30,14 @@ from hicache.storage.process.stores import OpenStores
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OPEN_WITHIN_S = 30.0  # time in which a client must send OPEN
-_MAX_DESCRIPTORS = 16  # received in one call, and received but not yet used by a frame.
+OPEN_WITHIN_S = 30.0  # maximum time until a client sends OPEN
+_MAX_DESCRIPTORS = 16  # maximum descriptors received in one call, and received but not yet used by a frame
 _MAX_MEMORIES = 256
-_MAX_UNSENT_BYTES = 16 << 20  # limit for a client that does not read
+_MAX_UNSENT_BYTES = 16 << 20  # limit of unsent bytes for a client that does not read
 
 
 class Loop(Protocol):
-    """The part of `Server` that a session uses."""
+    """The methods of `Server` that a session uses."""
 
     stores: OpenStores
     same_process: bool
@@ -59,21 +59,21 @@ class Session(Connection):
     def __init__(self, server: Loop, connected: socket.socket) -> None:
         super().__init__(connected)
         self._server = server
-        self._descriptors = deque[int]()  # received, not yet used by a frame
+        self._descriptors = deque[int]()  # descriptors that were received but not yet used by a frame
         self._memories: dict[int, ClientMemory] = {}
         self._status: StatusWriter | None = None
         self._service: StoreService | None = None
         self._cancels: dict[tuple[int, int], threading.Event] = {}
         self._outcomes: deque[tuple[Outcome, bool]] = deque()
         self._waits_to_send = False
-        self._num_jobs = 0  # jobs not answered yet
+        self._num_jobs = 0  # number of jobs that were not answered yet
         self._ended = self._is_opening = False
         self._open_until_s = time.monotonic() + OPEN_WITHIN_S
         server.selector.register(connected, selectors.EVENT_READ, lambda events: self._try(self._on_ready, events))
 
     @property
     def is_busy(self) -> bool:
-        """Whether the loop has to call `look` regularly."""
+        """Return whether the loop has to call `look` regularly."""
         is_asking = self._status is None or self._is_opening
         return self._num_jobs > 0 or is_asking or (self._service is not None and self._service.is_busy)
 
@@ -167,7 +167,7 @@ class Session(Connection):
             continue
 
     def _receive_some(self) -> bool:
-        """Receive and handle some frames; whether any bytes had arrived."""
+        """Receive and handle some frames. Returns whether any bytes had arrived."""
         data = self.take()
         for kind, body in self.frames.feed(data):
             self._handle(kind, body)
@@ -246,7 +246,7 @@ class Session(Connection):
             raise FrameError(f"pages in memory {pages.memory}, which is not shared")
         return self._memories[pages.memory].pages(pages)
 
-    # Slow operations, in other threads
+    # Slow operations, which run in other threads
 
     def _open(self, request: object) -> None:
         if self._status is not None:
@@ -268,7 +268,7 @@ class Session(Connection):
     def _attempt(self, do: Callable[[], T], then: Callable[[T], None]) -> None:
         try:
             result = do()
-        except Exception as error:  # sent to the client, which raises it
+        except Exception as error:  # the error is sent to the client, which raises it
             log.debug("a store cannot be opened or closed", exc_info=True)
             self._call(self._fail, error)
         else:
@@ -311,7 +311,7 @@ class Session(Connection):
         if self._service is not None:
             self._note_status(
                 self._service
-            )  # before the answers are sent: a client with an answer must see the numbers that include it
+            )  # written before the answers are sent: a client with an answer must see numbers that include it
             why = self._service.writes.breaker.why
         for done, is_write in outcomes:
             if not isinstance(done, Stalled):
@@ -330,7 +330,7 @@ class Session(Connection):
             return
         try:
             self.send(data)
-        except ConnectionEnded:  # the client has disconnected; jobs that it sent before must still run
+        except ConnectionEnded:  # the client has disconnected, but jobs that it sent before must still run
             self._receive_all()
             raise
         if len(self.unsent) > _MAX_UNSENT_BYTES:

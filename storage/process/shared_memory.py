@@ -25,7 +25,7 @@ class SharedMemories:
 
     def __init__(self, same_process: bool) -> None:
         self._same_process = same_process
-        self._memories: list[tuple[int, int, int]] = []  # descriptor, address, number of bytes
+        self._memories: list[tuple[int, int, int]] = []  # descriptor, address and number of bytes of each memory
 
     @property
     def count(self) -> int:
@@ -40,8 +40,8 @@ class SharedMemories:
         connection.send_with(descriptor, frames.memory(number, num_bytes))
 
     def locate(self, pages: Sequence[PageBytes], page_sizes: tuple[int, ...]) -> Pages:
-        """Locations of `pages` for the process. StoreError unless all pages have the same size, one of `page_sizes`,
-        and lie in one shared memory. `page_sizes`: page sizes of the store in bytes; () allows any."""
+        """Return the locations of `pages` for the process. StoreError unless all pages have the same size, one of
+        `page_sizes`, and lie in one shared memory. `page_sizes`: page sizes of the store in bytes; () allows any."""
         if isinstance(pages, PageRows):
             page_bytes, base = pages.memory.shape[1], _address(pages.memory)
             places = [*map(page_bytes.__mul__, pages.rows)]
@@ -71,7 +71,7 @@ class ClientMemory:
         self._descriptor = descriptor
         self._is_sealed = False
         try:
-            with contextlib.suppress(OSError):  # no memfd, or one that takes no seals
+            with contextlib.suppress(OSError):  # the descriptor is no memfd, or a memfd that accepts no seals
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
                 self._is_sealed = True
             self._require(max(1, num_bytes))
@@ -79,14 +79,14 @@ class ClientMemory:
         except BaseException:
             self.close()
             raise
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel may lack huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.data: PageBuffer = np.frombuffer(mapping, dtype=np.uint8)
         if self._is_sealed:
             self.close()
 
     def pages(self, pages: Pages) -> tuple[PageBytes, ...]:
-        """Views of pages. FrameError if a page ends after the end of the memory."""
+        """Return views of pages. Raises FrameError if a page ends after the end of the memory."""
         memory, num_bytes = self.data, pages.page_bytes
         if any(offset + num_bytes > len(memory) for offset in pages.offsets):
             raise FrameError(f"a page ends behind its memory of {len(memory)} bytes")
@@ -121,7 +121,7 @@ def new_memory(name: str, num_bytes: int) -> tuple[int, PageBuffer]:
 
 
 def page_at(address: int, num_bytes: int) -> PageBytes:
-    """View of a page at an address of this process; its owner must keep the memory alive."""
+    """Return a view of a page at an address of this process; its owner must keep the memory alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 

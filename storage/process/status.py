@@ -1,7 +1,7 @@
 """Numbers that a store process shares with its clients: one memory page, which only the process writes.
 
-So `stats` of a client neither sends a frame nor waits, and the process counts a job before it sends its answer. Each
-number is a float64, written atomically: integers are exact up to 2^53.
+Because of this page, a client's `stats` neither sends a frame nor waits, and the process counts a job before it sends
+its answer. Each number is a float64, written atomically: integers are exact up to 2^53.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class SharedStatus:
         return int(self._numbers[_INDEX["failed_touches"]])
 
     def queue(self, name: str) -> tuple[float, ...]:
-        """The `QUEUE_NUMBERS` of the reads or the writes."""
+        """Return the `QUEUE_NUMBERS` of the reads or the writes."""
         first = _INDEX[f"{name}_{QUEUE_NUMBERS[0]}"]
         return tuple(self._numbers[first : first + len(QUEUE_NUMBERS)].tolist())
 
     def refuses_until_s(self, name: str) -> float:
-        """Time until which a job would be refused, on the process's clock; 0 if it would not."""
+        """Return the time until which a job would be refused, on the process's clock; 0 if it would not be refused."""
         return float(self._numbers[_INDEX[f"{name}_{_REFUSES_UNTIL}"]])
 
     def close(self) -> None:

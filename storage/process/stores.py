@@ -79,7 +79,8 @@ class OpenStores:
         self._open: dict[tuple[str, str], _Open] = {}
 
     def acquire(self, about: dict[str, object]) -> StoreService:
-        """The service of the store that a client requests; opens the store if it is not open. Raises StoreError."""
+        """Return the service of the store that a client requests. The store is opened if it is not open. Raises
+        StoreError."""
         request = StoreRequest.unpack(about)
         cipher = PageCipher(request.key) if request.key else None
         identity = identity_with_key(request.identity, cipher if self._url else None)
@@ -121,7 +122,8 @@ class OpenStores:
             raise
 
     def release(self, service: StoreService) -> None:
-        """Count a client's end; close the store after the last client. Raises the error of closing the store."""
+        """Count the end of a client, and close the store after its last client. Raises the error of closing the
+        store."""
         at, found = next((at, one) for at, one in list(self._open.items()) if one.service is service)
         with self._lock:
             found.num_clients -= 1

@@ -24,7 +24,7 @@ from hicache.storage.process.stores import OpenStores
 
 log = logging.getLogger(__name__)
 
-_LOOK_WAIT_S = 5.0  # between two checks whether the serving thread has ended
+_LOOK_WAIT_S = 5.0  # time between two checks whether the serving thread has ended
 _INSTEAD = (
     "run the store in threads of the engine (transport=inline), or start `hicache store serve URL --socket PATH` and "
     "give the engine unix:PATH"
@@ -47,7 +47,7 @@ class Transport(ABC):
         """Start a server, or connect to a running one; any earlier connection must have ended. Raises StoreError."""
 
     def has_ended(self) -> bool:
-        """Whether the server that `connect` started has ended, so that it has no store open. Never blocks."""
+        """Return whether the server that `connect` started has ended, so that it has no store open. Never blocks."""
         return True
 
     def end(self) -> None:  # noqa: B027 - a thread cannot be killed, and a served process serves other engines too
@@ -57,8 +57,8 @@ class Transport(ABC):
         """Keep `client`, and so the pages of its jobs, alive while the server may use them."""
 
     def look(self) -> None:  # noqa: B027 - a process looks on its own
-        """With a clock set by hand, announce stalled jobs before returning. Otherwise the server announces them
-        itself."""
+        """With a clock set by hand, announce stalled jobs before returning. With a real clock, the server announces
+        them itself."""
 
 
 class OwnProcess(Transport):
@@ -71,7 +71,7 @@ class OwnProcess(Transport):
     """
 
     def __init__(self) -> None:
-        self._watched = -1  # a pidfd
+        self._watched = -1  # a pidfd of the process
 
     def connect(self) -> socket.socket:
         with contextlib.ExitStack() as undone:
@@ -104,10 +104,11 @@ class OwnProcess(Transport):
 
     def has_ended(self) -> bool:
         if self._watched >= 0:
-            poller = select.poll()  # select() takes no descriptor from 1024 on
+            poller = select.poll()  # poll is used because select() accepts only descriptors below 1024
             poller.register(self._watched, select.POLLIN)
             if poller.poll(0):
-                with contextlib.suppress(ChildProcessError):  # orphans are children of process 1, possibly of this one
+                # orphans become children of process 1, which may be this process
+                with contextlib.suppress(ChildProcessError):
                     os.waitid(os.P_PIDFD, self._watched, os.WEXITED | os.WNOHANG)
                 os.close(self._watched)
                 self._watched = -1
@@ -203,8 +204,8 @@ def _pidfd_of(pid: int) -> int:
 
 
 def _import_path() -> list[str]:
-    """Import path of this process, with the folder of its hicache package first: the working directory may contain
-    another folder of that name."""
+    """Return the import path of this process, with the folder of its hicache package first: the working directory may
+    contain another folder of that name."""
     package = find_spec("hicache")
     assert package is not None and package.submodule_search_locations
     return [str(Path(package.submodule_search_locations[0]).parent), *sys.path]
