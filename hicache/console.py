@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Step: TypeAlias = Callable[[int, "int | None"], None]
 
-NONE = "-"  # shown for an unknown figure
-_NO_TERMINAL_COLUMNS = 1_000  # columns of a file or a pipe, where no line is folded.
+NONE = "-"  # text shown for an unknown figure
+_NO_TERMINAL_COLUMNS = 1_000  # assumed width of a file or a pipe, so that no line is folded
 _NAME_COLUMNS = 20  # minimum width of the first column on a narrow terminal
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
@@ -44,7 +44,7 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise _not_a_size(text)
     digits, letter, binary, byte = match.groups()
-    # K alone and KiB are 1024; KB is 1000.
+    # K alone and KiB mean 1024; KB means 1000.
     base = 1000 if byte and not binary else 1024
     try:
         exact = Fraction(digits) * Fraction(base) ** " KMGT".index(letter.upper() or " ")

@@ -163,7 +163,7 @@ class Metrics:
     def counter(self, name: str, help: str, family: str = "", **labels: str) -> Counter:
         """A new counter for `name`. Each thread that counts needs its own."""
         series, counter = self._owned(_info(name, "counter", help, family, labels), name), Counter()
-        # A new list, since a snapshot in another thread may iterate over the present one.
+        # This is a new list, because a snapshot in another thread may iterate over the old one.
         series.counters = [*series.counters, counter]
         return counter
 

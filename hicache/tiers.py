@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import torch
 
-_SERIAL_IDS = 8192  # below this, torch itself copies on one thread, and is faster than numpy
+_SERIAL_IDS = 8192  # number of ids up to which torch copies on one thread and is faster than numpy
 
 Component: TypeAlias = str
 """The name of a component: a kind of data that a cached prefix needs on a tier before a request can use it."""

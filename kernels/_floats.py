@@ -12,19 +12,19 @@ import torch
 from hicache.kernels._triton import jit, tl
 
 E4M3_MAX = 448.0
-# The minimum of a row's largest magnitude in the computation of its scale: no scale is zero or denormal.
+# Lower bound of a row's largest magnitude when its scale is computed, so that no scale is zero or denormal.
 MIN_MAGNITUDE = 2.0**-100
 
 
 def native_floats(device: torch.device) -> bool:
-    """Whether kernels on `device` convert to fp8 e4m3 and bfloat16 in hardware."""
+    """Return whether kernels on `device` convert to fp8 e4m3 and bfloat16 in hardware."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def row_scales(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """float32 `max(|x|) / limit` over the last dimension, kept; the torch twin of `scale_of`."""
+    """Return float32 `max(|x|) / limit` over the last dimension, which is kept; the torch twin of `scale_of`."""
     top = x.abs().amax(-1, keepdim=True).float().clamp(min=MIN_MAGNITUDE)
     # Divide by a tensor: if the divisor is a number, CUDA multiplies by its inverse, which rounds differently.
     return top / torch.full_like(top, limit)
@@ -32,7 +32,7 @@ def row_scales(x: torch.Tensor, limit: float) -> torch.Tensor:
 
 @jit
 def scale_of(x, LIMIT: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr):
-    """float32 `[ROWS]`: `max(max(|x|), MIN) / LIMIT` over the columns of `x`, float32 `[ROWS, COLS]`, correctly
+    """Return float32 `[ROWS]`: `max(max(|x|), MIN) / LIMIT` over the columns of `x`, float32 `[ROWS, COLS]`, correctly
     rounded."""
     top = tl.maximum(tl.max(tl.abs(x), axis=1), MIN)
     return tl.div_rn(top, tl.full([ROWS], LIMIT, tl.float32))
@@ -40,7 +40,8 @@ def scale_of(x, LIMIT: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def quick_division(x, divisor):
-    """`x / divisor`, float32, in a third of the instructions of a division if many elements share their divisor.
+    """Return `x / divisor`, float32, in a third of the instructions of a division, if many elements share their
+    divisor.
 
     By the reciprocal and one correction, whose residual is exact thanks to the fused multiply-add (Markstein,
     "Computation of elementary functions on the IBM RISC System/6000 processor", 1990): correctly rounded for divisors
@@ -50,28 +51,30 @@ def quick_division(x, divisor):
     inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), divisor)
     quotient = x * inverse
     closer = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
-    # Without the correction where it would turn infinity into NaN or lose the sign of zero.
+    # The correction is omitted where it would turn infinity into NaN or lose the sign of zero.
     return tl.where((closer == closer) & (closer != 0), closer, quotient)  # noqa: PLR0124
 
 
 @jit
 def over_scale(x, scale, ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr):
-    """`x / scale[:, None]`, correctly rounded to 8 bits; scales as `scale_of` returns them."""
+    """Return `x / scale[:, None]`, correctly rounded to 8 bits, for scales that `scale_of` returns."""
     divisor = tl.broadcast_to(scale[:, None], [ROWS, COLS])
     return quick_division(x, divisor) if NATIVE else tl.div_rn(x, divisor)
 
 
 @jit
 def to_e4m3(x, NATIVE: tl.constexpr):
-    """The bytes of float32 `x`, at most 448 in magnitude, as fp8 e4m3 (4 bits of exponent with bias 7, no infinity)."""
+    """Convert float32 `x`, at most 448 in magnitude, to the bytes of fp8 e4m3 (4 bits of exponent with bias 7, no
+    infinity)."""
     if NATIVE:
         out = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        # Below 2**-6 values are multiples of 2**-9: adding 2**14 leaves that multiple, rounded, in the last bits.
+        # Below 2**-6, values are multiples of 2**-9: after adding 2**14, the last bits contain this multiple, rounded.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        # Else move the exponent's bias from 127 to 7 and drop 20 bits of the mantissa; the addends round.
+        # Otherwise the exponent's bias changes from 127 to 7 and 20 bits of the mantissa are dropped; the addends
+        # round.
         large = (size - 0x3C000000 + 0x7FFFF + ((size >> 20) & 1)) >> 20
         out = (tl.where(size < 0x3C800000, small, large) | ((bits >> 24) & 0x80)).to(tl.uint8)
     return out
@@ -79,18 +82,19 @@ def to_e4m3(x, NATIVE: tl.constexpr):
 
 @jit
 def from_e4m3(x, NATIVE: tl.constexpr):
-    """float32 of fp8 e4m3 bytes other than NaN; exact."""
+    """Convert fp8 e4m3 bytes other than NaN to float32, exactly."""
     if NATIVE:
         out = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         bits = x.to(tl.int32)
-        size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: bias 7 to 127
+        # the factor 2**120 changes the bias from 7 to 127
+        size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
         out = tl.where(bits >= 0x80, -size, size)
     return out
 
 
 @jit
 def round_to_bfloat16(x):
-    """Finite float32 `x` as bfloat16."""
+    """Round finite float32 `x` to bfloat16."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

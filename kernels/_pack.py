@@ -1,7 +1,7 @@
-"""The kernels of `hicache.kernels.pack`, whose module has the format of a tile: one program a tile.
+"""The kernels of `hicache.kernels.pack`, whose docstring has the format of a tile. One program handles one tile.
 
-A tile has 16 parts: part i has the tokens 16 t + i, for all t. A word has two values, of channels 2p and 2p + 1, in 16
-bits each ("lanes"), so one operation does two of them.
+A tile has 16 parts: part i has the tokens 16 t + i, for all t. A word has two values, those of channels 2p and 2p + 1,
+in 16 bits each ("lanes"), so that one operation handles both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _either(a, b):
 
 @jit
 def _two_lanes(bytes_of_two):
-    # Two bytes, as read from 16 bits, in one lane each.
+    # Move two bytes, read as 16 bits, to one lane each.
     wide = bytes_of_two.to(tl.uint32)
     return (wide | (wide << 8)) & 0x00FF00FF
 
@@ -45,7 +45,7 @@ def _locate(
     tile = staging + page * page_stride + layer * layer_stride + tl.load(table + buffer)
     tile += block * tl.load(table + BUFFERS + buffer)
     limit = tl.load(table + 2 * BUFFERS + buffer)
-    # Tell the compiler the alignment of values that it cannot know, as they come from a table.
+    # Tell the compiler the alignment of values that come from a table, because it cannot infer it.
     return tl.multiple_of(pool, ALIGNED), tl.multiple_of(tile, ALIGNED), tl.multiple_of(limit, 16), page
 
 
@@ -57,7 +57,7 @@ def _known(row_words, ALIGNED: tl.constexpr):
 
 @jit
 def _rows(pool, slots, row_words, part, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    # Addresses of the words of a part of the tile.
+    # Return the addresses of the words of one part of the tile.
     slot = tl.load(slots + 16 * tl.arange(0, ROWS) + part)
     pair = tl.arange(0, WIDTH // 2)
     return pool.to(tl.pointer_type(tl.uint32)) + slot[:, None] * row_words + pair[None, :]
@@ -65,7 +65,7 @@ def _rows(pool, slots, row_words, part, WIDTH: tl.constexpr, ROWS: tl.constexpr)
 
 @jit
 def _is_escape(codes, BITS: tl.constexpr):
-    # Of four codes a lane: bit 4n is set if code n is an escape.
+    # For four codes per lane: bit 4n is set if code n is an escape.
     found = codes & (codes >> 1) & (codes >> 2)
     if BITS == 4:
         found &= codes >> 3
@@ -81,7 +81,7 @@ def _escapes(codes0, codes1, codes2, codes3, BITS: tl.constexpr):
 
 @jit
 def _positions(escaped):
-    # Index in the list of the first escape of each lane, for both lanes, and the number of escapes.
+    # Return the index in the list of the first escape of each lane, for both lanes, and the number of escapes.
     size: tl.constexpr = escaped.shape[0] * escaped.shape[1]
     count = escaped - ((escaped >> 1) & 0x55555555)
     count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
@@ -94,7 +94,7 @@ def _positions(escaped):
 
 @jit
 def _fractions(even, odd):
-    # Signs and mantissas of two parts, those of the first part in the low byte of each lane.
+    # Combine signs and mantissas of two parts; those of the first part are in the low byte of each lane.
     low = ((even >> 8) & 0x00800080) | (even & 0x007F007F)
     return low | (odd & 0x80008000) | ((odd & 0x007F007F) << 8)
 
@@ -102,7 +102,8 @@ def _fractions(even, odd):
 @jit
 def _code(bits, largest, BITS: tl.constexpr):
     ESCAPE: tl.constexpr = (1 << BITS) - 1
-    distance = largest[None, :] - ((bits >> 7) & 0x00FF00FF)  # no lane borrows: none is above its largest
+    # no lane borrows, because no exponent is above the largest one of its channel
+    distance = largest[None, :] - ((bits >> 7) & 0x00FF00FF)
     is_far = ((distance + (0x8000 - ESCAPE) * 0x10001) >> 15) & 0x00010001
     return (distance & (ESCAPE * 0x10001)) | (is_far * ESCAPE)
 

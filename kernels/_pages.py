@@ -1,4 +1,4 @@
-"""Tables by which the kernels that move pages find a pool's rows and their offsets within a host page.
+"""Tables with which the page-copy kernels find a pool's rows and their offsets within a host page.
 
 A host page is `[layer][buffer][row]` bytes:
 
@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """Buffers of one launch have this in common."""
+        """Return the properties that all buffers of one launch have in common."""
         return self.row_bytes, self.rows.stride(0), self.span
 
 
@@ -89,7 +89,8 @@ class PageTable:
         self.classes = self._build_classes() if kernels == "triton" else []
 
     def num_pages_of(self, slots: torch.Tensor) -> int:
-        """Number of pages of `slots`; ValueError unless they are int64, contiguous, whole pages, and on this device."""
+        """Return the number of pages of `slots`. Raises ValueError unless the slots are int64, contiguous, complete
+        pages, and on this device."""
         if slots.dtype != torch.int64 or slots.dim() != 1 or slots.numel() % self.page_tokens:
             raise ValueError(
                 f"slots {tuple(slots.shape)} of {slots.dtype}: need int64, one dimension, {self.page_tokens} a page"
@@ -98,14 +99,14 @@ class PageTable:
         return slots.numel() // self.page_tokens
 
     def check_ids(self, ids: torch.Tensor, name: str) -> None:
-        """ValueError unless `ids` are contiguous and on the pool's device, as kernels require."""
+        """Raise ValueError unless `ids` are contiguous and on the pool's device, as kernels require."""
         if ids.numel() and ids.stride(0) != 1:
             raise ValueError(f"{name} must be contiguous, but their stride is {ids.stride(0)}")
         if ids.device != self.device:
             raise ValueError(f"{name} on {ids.device}, the pool on {self.device}")
 
     def _build_classes(self) -> list[list[RowClass]]:
-        """Row classes: one list for all layers if they are uniform, else one for each layer."""
+        """Return the row classes: one list for all layers if they are uniform, otherwise one list per layer."""
         if self.uniform:
             return [self._classes_of(self.segments)]
         return [self._classes_of([segments]) for segments in self.segments]
@@ -120,7 +121,7 @@ class PageTable:
         for (row_bytes, row_stride, span), indices in members.items():
             offsets = [layers[0][i].offset for i in indices]
             table = [offsets] + [[segments[i].rows.data_ptr() for i in indices] for segments in layers]
-            # A group of several layers steps by layer_bytes; a single layer does not.
+            # The stride between layers of a group is layer_bytes; a single layer has no stride.
             steps = [layer_bytes] if len(layers) > 1 else []
             entries = [n for row in table for n in row]
             classes.append(
@@ -138,12 +139,12 @@ class PageTable:
 
 
 def width_within(pages: torch.Tensor, width: int) -> int:
-    """The widest word, at most `width` bytes, in which the rows of `pages` can be read."""
+    """Return the widest word, at most `width` bytes, in which the rows of `pages` can be read."""
     return widest_word(width, pages.stride(0), pages.data_ptr(), int(pages.storage_offset()))
 
 
 def _segments(buffers: Sequence[torch.Tensor], spans: Sequence[int], page_tokens: int) -> list[Segment]:
-    """The buffers of one layer as `[num_rows, row_bytes]` bytes, with their offsets within a layer of a page."""
+    """Return the buffers of one layer as `[num_rows, row_bytes]` bytes, with their offsets within a layer of a page."""
     segments, offset = [], 0
     for index, (buffer, span) in enumerate(zip(buffers, spans, strict=True)):
         if buffer.dim() < 2 or not buffer[:1].is_contiguous():

@@ -21,7 +21,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _NoTriton:
-    """Replaces a kernel on a machine without Triton."""
+    """Replaces a kernel on a machine without Triton; a launch raises ImportError."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = function.__name__
@@ -53,12 +53,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n` and at least 1."""
+    """Return the smallest power of two that is at least `n` and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def widest_word(*byte_counts: int) -> int:
-    """Bytes (8, 4, 2 or 1) of the widest word that divides all given sizes, strides and addresses."""
+    """Return the bytes (8, 4, 2 or 1) of the widest word that divides all given sizes, strides and addresses."""
     return math.gcd(8, *byte_counts)
 
 
@@ -68,7 +68,7 @@ def check_kernels(kernels: str) -> None:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` current for launches, unless it is, as checking is cheaper than switching."""
+    """Make `device` current for launches. If it already is, do nothing, because checking is cheaper than switching."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -1,4 +1,4 @@
-"""Slots for a batch of extends over a paged slot space, in one launch and without waiting for the device.
+"""Chooses slots for a batch of extends from paged slots, in one launch and without waiting for the device.
 
 Request r grows from p = `prefix_lens[r]` to s = `seq_lens[r]` tokens. With page size P, the positions that need a slot
 are
@@ -9,7 +9,7 @@ are
 where n counts new pages of the request and `first` those of all earlier requests. `out_indices` is the concatenation of
 the requests' slots. Contract: (last_loc + 1) % P == p % P, and last_loc = -1 without a prefix.
 
-Only callers with SGLang's interface use it: an engine takes slots request by request.
+Only callers with SGLang's interface use this kernel: an engine allocates slots request by request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def alloc_extend_kernel(
     seq = tl.load(seq_lens + request).to(tl.int64)
     position = prefix + tl.program_id(1) * TOKENS
     if position < seq:
-        # Sums over [0, request): slots written and pages taken before this request.
+        # Sums over requests [0, request): slots written and pages allocated before this request.
         first_out = tl.zeros([], dtype=tl.int64)
         first_page = tl.zeros([], dtype=tl.int64)
         for start in range(0, request, STEP):
@@ -83,7 +83,7 @@ def alloc_extend_naive(
         return per_request.repeat_interleave(new_tokens, output_size=num_tokens)
 
     first_out = new_tokens.cumsum(0) - new_tokens
-    # Position of each slot within its request, counted from the start of the sequence.
+    # The position of each slot within its request, counted from the start of the sequence.
     t = torch.arange(num_tokens, device=device) + per_token(prefix - first_out)
     in_old_page = t < per_token(pages_of_prefix * page_size)
     page_index = t // page_size + per_token(new_pages.cumsum(0) - new_pages - pages_of_prefix)
@@ -104,7 +104,7 @@ def alloc_extend(
     max_new_tokens: int,
     kernels: Kernels,
 ) -> None:
-    """Write the slots of a batch of extends into `out_indices`; see the module's formula.
+    """Write the slots of a batch of extends into `out_indices`, by the formula of the module.
 
     `max_new_tokens` bounds `seq_lens - prefix_lens` and comes from the lengths on the CPU. The caller has checked
     that `free_pages` has enough pages. All tensors are integer and on one device, and `free_pages`

@@ -1,11 +1,11 @@
-"""The slot of the last token of each request's prefix.
+"""Looks up the slot of the last token of each request's prefix.
 
     out[r] = req_to_token[req_pool_indices[r], prefix_lens[r] - 1]   where prefix_lens[r] > 0
     out[r] = -1                                                      else
 
 `req_to_token` is int32 `[rows, columns]`, the others integer `[requests]` on its device; `out` is int64 `[requests]`.
 
-Only callers with SGLang's interface use it: a lease of an engine knows its last slot.
+Only callers with SGLang's interface use this kernel: a lease of an engine knows its last slot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _last_loc_kernel(req_to_token, req_pool_indices, prefix_lens, out, num_reque
 def get_last_loc_torch(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
-    """The torch twin of the kernel; see the module's formula."""
+    """The torch twin of the kernel, by the formula of the module."""
     last = (prefix_lens.to(torch.int64) - 1).clamp(min=0)
     slots = req_to_token[req_pool_indices.to(torch.int64), last].to(torch.int64)
     return slots.masked_fill(prefix_lens <= 0, -1)
@@ -39,7 +39,7 @@ def get_last_loc_torch(
 def get_last_loc_triton(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
-    """One launch, no wait for the device; see the module's formula."""
+    """Look up the slots in one launch, without waiting for the device, by the formula of the module."""
     num_requests = prefix_lens.numel()
     out = torch.empty(num_requests, dtype=torch.int64, device=req_to_token.device)
     if num_requests:
@@ -59,7 +59,8 @@ def get_last_loc_triton(
 def last_loc(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, kernels: Kernels
 ) -> torch.Tensor:
-    """int64 `[requests]`; see the module's formula. ValueError if the counts of rows and lengths differ."""
+    """Return the slots, int64 `[requests]`, by the formula of the module. Raises ValueError if the counts of rows and
+    lengths differ."""
     check_kernels(kernels)
     if req_pool_indices.numel() != prefix_lens.numel():
         raise ValueError(

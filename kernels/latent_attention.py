@@ -1,4 +1,5 @@
-"""Decode attention over latent rows in place, for queries and results in latent space (multi-head latent attention).
+"""Decode attention that reads latent rows in the pool, for queries and results in latent space (multi-head latent
+attention).
 
     row[b, t]     = buffer[req_to_token[rows[b], t], 0]      for t in [0, seq_lens[b]), split as  latent | rope
     score[b, h, t] = scaling * (q_latent[b, h] . latent[b, t] + q_rope[b, h] . rope[b, t])
@@ -19,7 +20,7 @@ import torch
 
 from hicache.kernels._triton import Kernels, cdiv, check_kernels, jit, power_of_two, tl
 
-_HEADS = 16  # heads of a program: the smallest matrix product of the hardware
+_HEADS = 16  # heads per program: the smallest matrix product of the hardware
 _MAX_SPLITS = 64
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_SM = 2
@@ -27,7 +28,7 @@ _PROGRAMS_PER_SM = 2
 
 @jit
 def _rows(start, inside, DIM: tl.constexpr, COLS: tl.constexpr, FACTOR: tl.constexpr):
-    """Rows of DIM elements at the pointers `start`, as `[rows, COLS]`, 0 outside."""
+    """Load rows of DIM elements at the pointers `start`, as `[rows, COLS]`, with 0 outside of the rows."""
     column = tl.arange(0, COLS)
     mask = inside[:, None] & (column < DIM)[None, :]
     return tl.load(start[:, None] + column[None, :], mask=mask, other=0.0).to(FACTOR)
@@ -35,7 +36,8 @@ def _rows(start, inside, DIM: tl.constexpr, COLS: tl.constexpr, FACTOR: tl.const
 
 @jit
 def _attend(score, latent, top, total, acc, PRECISION: tl.constexpr):
-    """One block of tokens of the online softmax: the highest score, the sum of weights and of weighted rows so far."""
+    """Process one block of tokens of the online softmax. The state is the highest score, the sum of weights, and the
+    sum of weighted rows so far."""
     higher = tl.maximum(top, tl.max(score, 1))
     weight, decay = tl.exp2(score - higher[:, None]), tl.exp2(top - higher)
     acc = acc * decay[:, None] + tl.dot(weight.to(latent.dtype), latent, input_precision=PRECISION)
@@ -88,7 +90,7 @@ def _split_kernel(  # noqa: PLR0917 - Triton binds constants by position
         score += tl.dot(qr, tl.trans(rope), input_precision=PRECISION)
         score = tl.where((t < end)[None, :], score * scale_log2, -float("inf"))
         top, total, acc = _attend(score, latent, top, total, acc, PRECISION)
-    safe = tl.where(total > 0, total, 1.0)  # 0 if the split has no tokens
+    safe = tl.where(total > 0, total, 1.0)  # the sum is 0 if the split has no tokens
     at, column = at * num_splits + s, tl.arange(0, RANK_COLS)
     tl.store(log_sums + at, tl.where(total > 0, top + tl.log2(safe), -float("inf")), mask=in_heads)
     mask = in_heads[:, None] & (column < RANK)[None, :]
@@ -104,7 +106,7 @@ def _reduce_kernel(partial, log_sums, out, num_splits, RANK: tl.constexpr, RANK_
     top = -float("inf")
     for s in tl.range(0, num_splits):
         top = tl.maximum(top, tl.load(log_sums + i * num_splits + s))
-    top = tl.maximum(top, -1e30)  # not infinity, whose difference with itself is NaN
+    top = tl.maximum(top, -1e30)  # -1e30 instead of -infinity, whose difference with itself is NaN
     total = 0.0
     acc = tl.zeros([RANK_COLS], tl.float32)
     for s in tl.range(0, num_splits):
@@ -124,11 +126,11 @@ def latent_attention_naive(
     seq_lens: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """The torch twin of the kernels. It gathers the latent rows of the whole batch."""
+    """The torch twin of the kernels. It gathers the latent rows of all requests of the batch."""
     rank, max_len = q_latent.shape[2], max(seq_lens.tolist(), default=0)
     inside = torch.arange(max_len, device=buffer.device) < seq_lens[:, None]
     slots = req_to_token[rows.long(), :max_len].long().masked_fill(~inside, 0)
-    # Not 0 * row: a slot outside the sequence may contain NaN.
+    # Rows outside of the sequence are masked and not multiplied with 0, because their slots may contain NaN.
     stored = buffer[slots, 0].float().masked_fill(~inside[:, :, None], 0.0)
     query = torch.cat([q_latent, q_rope], dim=-1).float()
     scores = (query @ stored.transpose(1, 2) * scaling).masked_fill(~inside[:, None], -math.inf)
@@ -147,7 +149,7 @@ def latent_attention(
     kernels: Kernels,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Attention of one token per request in latent space, `[batch, heads, rank]` in the dtype of `q_latent`.
+    """Return the attention of one token per request in latent space, `[batch, heads, rank]` in the dtype of `q_latent`.
 
     `q_latent` `[batch, heads, rank]` and `q_rope` `[batch, heads, rope]` of one dtype; `buffer`
     `[slots, 1, rank + rope]`, a layer of a pool; `req_to_token` int32 `[requests, max_len]`; `rows` and `seq_lens`
@@ -191,7 +193,7 @@ def latent_attention(
 
 
 def _num_splits(programs: int, max_len: int, device: torch.device) -> int:
-    """Splits of a sequence: enough to fill the device, none for less than 128 tokens."""
+    """Return the number of splits of a sequence: enough to fill the device, and none for less than 128 tokens."""
     on_cuda = device.type == "cuda"
     target_programs = (
         torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM if on_cuda else 1

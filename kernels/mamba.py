@@ -6,8 +6,8 @@ A state tensor is `[layers, slots, ...row]`, contiguous; a state is one row of e
     clear   x[l, slots[i]] = 0             for l in [0, layers), i in [0, states)
 
 Rows are copied in the widest word that divides their size and address, whatever their dtype. A copy reads and writes in
-one pass: no slot may be in `src` and, at another index, in `dst`. If `dst` names a slot twice (the sink), it contains
-one of the rows or a mixture of them afterwards.
+one pass: no slot may be in `src` and, at another index, in `dst`. If `dst` names a slot twice (state 0, for padding),
+the slot then contains one of the rows or a mixture of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def clear_states_naive(tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> 
 
 
 def copy_states(tensors: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, kernels: Kernels) -> None:
-    """Copy states `src` to `dst`, int32 or int64 `[states]`, in every tensor; see the module's formula.
+    """Copy states `src` to `dst`, int32 or int64 `[states]`, in every tensor, by the formula of the module.
 
     One launch per tensor, no wait for the device. ValueError names shapes, dtypes or devices that do not match.
     """
@@ -96,7 +96,8 @@ def clear_states(tensors: Sequence[torch.Tensor], slots: torch.Tensor, kernels: 
 
 
 def _as_words(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """`x` as words that divide a row, the number of words in a row, and how many of them a program copies."""
+    """Return `x` as words that divide a row, the number of words in a row, and the number of words that a program
+    copies."""
     row_bytes = x[0, 0].numel() * x.element_size()
     width = widest_word(row_bytes, x.data_ptr())
     row_words = row_bytes // width

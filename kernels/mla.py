@@ -1,4 +1,5 @@
-"""Latent rows of multi-head latent attention: one row per token, in two parts, without and with position.
+"""Stores and reads latent rows of multi-head latent attention: one row per token, in two parts, without and with
+position.
 
     set   buffer[loc[t]] = nope[t] | rope[t]
     get   nope[t] | rope[t] = buffer[loc[t]]          for t in [0, tokens)
@@ -91,7 +92,7 @@ def get_mla_kv_buffer_kernel(
 
 
 def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
-    """`[n, row]` or `[n, 1, row]` as `[n, row]`, rows contiguous."""
+    """View `[n, row]` or `[n, 1, row]` as `[n, row]` with contiguous rows."""
     if x.dim() not in (2, 3) or (x.dim() == 3 and x.shape[1] != 1):
         raise ValueError(f"{name} of shape {tuple(x.shape)}: need [rows, row] or [rows, 1, row]")
     rows = x if x.dim() == 2 else x[:, 0]
@@ -123,7 +124,7 @@ def _launch(nope: torch.Tensor, rope: torch.Tensor, buffer: torch.Tensor, loc: t
     kernel = get_mla_kv_buffer_kernel if get else set_mla_kv_buffer_kernel
     with torch.cuda.device_of(loc):
         kernel[(cdiv(loc.numel(), tokens),)](
-            # Only the address and the dtype of each view are used.
+            # The kernel uses only the address and the dtype of each view.
             *(x[:1, : max(1, width // itemsize)].view(torch.uint8)[:, :width].view(WORDS[width]) for x in parts),
             loc,
             loc.numel(),
@@ -157,7 +158,8 @@ def set_latent(
 def get_latent(
     buffer: torch.Tensor, loc: torch.Tensor, rank: int, rope_dim: int, kernels: Kernels
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two parts of the rows at `loc`: nope `[tokens, 1, rank]` and rope `[tokens, 1, rope_dim]`, new tensors."""
+    """Return the two parts of the rows at `loc`: nope `[tokens, 1, rank]` and rope `[tokens, 1, rope_dim]`, as new
+    tensors."""
     check_kernels(kernels)
     buffer = _rows(buffer, "buffer")
     nope = buffer.new_empty(loc.numel(), 1, rank)

@@ -1,4 +1,4 @@
-"""Index keys of sparse attention: fp8 keys and their scales, in one byte buffer with a row per page.
+"""Stores and reads index keys of sparse attention: fp8 keys and their scales, in one byte buffer with a row per page.
 
     row of a page, uint8, P tokens   [0, 128*P)           key of token i at [128*i, 128*(i + 1)), fp8 e4m3
                                      [128*P, 132*P)       scale of token i, float32
@@ -31,7 +31,7 @@ _TOKENS_PER_PROGRAM = 8
 
 
 def index_row_bytes(page_size: int) -> int:
-    """Bytes of the index keys and scales of one page of `page_size` tokens."""
+    """Return the bytes of the index keys and scales of one page of `page_size` tokens."""
     return page_size * (KEY_BYTES + SCALE_BYTES)
 
 
@@ -93,7 +93,7 @@ def _gather_kernel(
 
 
 def _parts(buffer: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views: keys uint8 `[pages, page_size, 128]` and scales float32 `[pages, page_size]`."""
+    """Return views of the buffer: keys uint8 `[pages, page_size, 128]` and scales float32 `[pages, page_size]`."""
     if buffer.dtype != torch.uint8 or buffer.dim() != 2 or not buffer.is_contiguous():
         raise ValueError(f"buffer {tuple(buffer.shape)} of {buffer.dtype}: need contiguous uint8 [pages, bytes]")
     if buffer.shape[1] != index_row_bytes(page_size):
@@ -169,7 +169,8 @@ def store_index_keys(
 def quantise_index_keys(
     x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, page_size: int, kernels: Kernels
 ) -> None:
-    """Quantise and store keys `x`, finite float `[tokens, 128]`, in one launch; the rest as `store_index_keys`."""
+    """Quantise keys `x`, finite float `[tokens, 128]`, and store them in one launch. The other arguments are those of
+    `store_index_keys`."""
     check_kernels(kernels)
     _parts(buffer, page_size)
     _check_keys(x, loc)
@@ -188,7 +189,7 @@ def quantise_index_keys(
 def _gather(
     buffer: torch.Tensor, pages: torch.Tensor, num_tokens: int, page_size: int, start: int, item: int, kernels: Kernels
 ) -> torch.Tensor:
-    """`item` bytes per token, from byte `start` of its page on: uint8 `[num_tokens, item]`."""
+    """Gather `item` bytes per token, from byte `start` of the token's page on: uint8 `[num_tokens, item]`."""
     if pages.dim() != 1 or num_tokens > pages.numel() * page_size:
         raise ValueError(f"pages {tuple(pages.shape)} of {page_size} tokens hold no {num_tokens} tokens")
     if kernels == "torch":
@@ -219,7 +220,7 @@ def _gather(
 def gather_index_keys(
     buffer: torch.Tensor, pages: torch.Tensor, num_tokens: int, page_size: int, kernels: Kernels
 ) -> torch.Tensor:
-    """The keys of the first `num_tokens` tokens of `pages` (int32 or int64, in sequence order): uint8
+    """Return the keys of the first `num_tokens` tokens of `pages` (int32 or int64, in sequence order): uint8
     `[num_tokens, 128]`."""
     check_kernels(kernels)
     _parts(buffer, page_size)
@@ -229,7 +230,8 @@ def gather_index_keys(
 def gather_index_scales(
     buffer: torch.Tensor, pages: torch.Tensor, num_tokens: int, page_size: int, kernels: Kernels
 ) -> torch.Tensor:
-    """The scales of the same tokens, as the bytes of float32: uint8 `[num_tokens, 4]`."""
+    """Return the scales of the first `num_tokens` tokens of `pages`, as the bytes of float32: uint8 `[num_tokens,
+    4]`."""
     check_kernels(kernels)
     _parts(buffer, page_size)
     return _gather(buffer, pages, num_tokens, page_size, page_size * KEY_BYTES, SCALE_BYTES, kernels)

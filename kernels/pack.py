@@ -31,11 +31,11 @@ from hicache.kernels._pack import pack_kernel, unpack_kernel
 from hicache.kernels._pages import PageTable
 from hicache.kernels._triton import Kernels, cdiv, on_device
 
-_WORD_BYTES = 4  # a word has two channels
-_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # at least 4, so that each section of a tile starts at a word
-_PARTS = 16  # parts of a tile's tokens
+_WORD_BYTES = 4  # bytes of a word, which has two channels
+_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # at least 4 channels, so that each section of a tile starts at a word
+_PARTS = 16  # number of parts into which a tile's tokens are divided
 _ROUND_BYTES = 16
-_WARPS = 4  # warps of a program
+_WARPS = 4  # number of warps per program
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class PackFormat:
             raise ValueError(f"escapes={self.escapes}: need at least one share of values, each 0 to 1")
 
     def max_escapes(self, buffer: int, page_tokens: int, width: int) -> int:
-        """Maximum number of escapes of a tile of `width` channels."""
+        """Return the maximum number of escapes of a tile of `width` channels."""
         share = self.escapes[min(buffer, len(self.escapes) - 1)]
         return cdiv(math.ceil(share * page_tokens * width), _ROUND_BYTES) * _ROUND_BYTES
 
     def tile_bytes(self, buffer: int, page_tokens: int, width: int) -> int:
-        """Bytes of a tile of `width` channels."""
+        """Return the bytes of a tile of `width` channels."""
         values = page_tokens * width
         return width + self.max_escapes(buffer, page_tokens, width) + values + self.bits * values // 8
 
     def buffer_bytes(self, buffer: int, page_tokens: int, channels: int) -> int:
-        """Bytes of one buffer of one layer of a page; rows have `channels` channels, a multiple of 4."""
+        """Return the bytes of one buffer of one layer of a page; rows have `channels` channels, a multiple of 4."""
         width = tile_channels(channels)
         return channels // width * self.tile_bytes(buffer, page_tokens, width)
 
@@ -75,12 +75,12 @@ THREE_BITS = PackFormat(3, (0.03, 0.05))
 
 
 def tile_channels(channels: int) -> int:
-    """Channels of a tile: the largest power of two up to 128 that divides the channels of a row."""
+    """Return the channels of a tile: the largest power of two up to 128 that divides the channels of a row."""
     return min(_TILE_CHANNELS, channels & -channels)
 
 
 class PagePacker:
-    """A `PageMover` whose staging rows, and so host pages, are packed.
+    """A `PageMover` whose staging rows, and therefore host pages, are packed.
 
     All buffers of the pool have bfloat16 rows of equal size and stride, one row per token, of a multiple of 4 channels.
     A page has 16 tokens or a higher power of two. Other pools raise ValueError. It has no state between calls, so
@@ -136,7 +136,8 @@ class PagePacker:
         return torch.tensor(head + addresses, dtype=torch.int64, device=self.table.device)
 
     def group_bytes(self, first_layer: int, num_layers: int) -> int:
-        """Bytes of layers [first_layer, first_layer + num_layers) of one page; ValueError if the pool has fewer."""
+        """Return the bytes of layers [first_layer, first_layer + num_layers) of one page. Raises ValueError if the pool
+        has fewer layers."""
         if first_layer < 0 or num_layers < 0 or first_layer + num_layers > self.num_layers:
             raise ValueError(
                 f"layers [{first_layer}, {first_layer + num_layers}) are not within the pool's {self.num_layers}"
@@ -247,7 +248,7 @@ def pack_tiles(values: torch.Tensor, tiles: torch.Tensor, bits: int, num_escapes
     fractions = _by_part(((wide >> 8) & 0x80) | (wide & 0x7F)).view(num_tiles, _PARTS // 2, 2, -1)
     tiles[:, ends[1] : ends[2]] = fractions.transpose(2, 3).reshape(num_tiles, -1).to(torch.uint8)
     nibbles = _by_part(codes).view(num_tiles, 4, 4, -1) << _shifts(values.device)[:, None]
-    distances = nibbles.sum(2, dtype=torch.int32)  # [tiles, 4, tokens / 16 x channels]
+    distances = nibbles.sum(2, dtype=torch.int32)  # the shape is [tiles, 4, tokens / 16 x channels]
     if bits == 3:
         last = torch.stack([(distances[:, 3] >> k) & 0x1111 for k in range(3)], 1)
         distances = distances[:, :3] | (last << 3)
@@ -279,13 +280,13 @@ def unpack_tiles(tiles: torch.Tensor, tokens: int, channels: int, bits: int, num
 
 
 def _listed(values: torch.Tensor) -> torch.Tensor:
-    """Copy `[tiles, tokens, channels]` to the order of escapes: `[tiles, row x channel x part]`."""
+    """Reorder `[tiles, tokens, channels]` to the order of escapes: `[tiles, row x channel x part]`."""
     num_tiles, _, channels = values.shape
     return values.view(num_tiles, -1, _PARTS, channels).transpose(2, 3).reshape(num_tiles, -1)
 
 
 def _by_part(values: torch.Tensor) -> torch.Tensor:
-    """`[tiles, tokens, channels]` as `[tiles, part, row x channel]`."""
+    """Reorder `[tiles, tokens, channels]` to `[tiles, part, row x channel]`."""
     num_tiles, _, channels = values.shape
     return values.view(num_tiles, -1, _PARTS, channels).transpose(1, 2).reshape(num_tiles, _PARTS, -1)
 
@@ -297,10 +298,10 @@ def _by_token(parts: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    """Bit positions of the four codes in 16 bits."""
+    """Return the bit positions of the four codes in 16 bits."""
     return torch.arange(0, 16, 4, dtype=torch.int32, device=device)
 
 
 def _ends(tokens: int, channels: int, num_escapes: int) -> tuple[int, int, int]:
-    """Byte offsets of the ends of tops, escapes and fractions in a tile; distances follow."""
+    """Return the byte offsets of the ends of tops, escapes and fractions in a tile; distances follow."""
     return channels, channels + num_escapes, channels + num_escapes + tokens * channels

@@ -1,4 +1,4 @@
-"""Copies pages between a device pool's scattered rows and a staging buffer in the order of host pages.
+"""Copies pages between the scattered rows of a device pool and a staging buffer in the order of host pages.
 
 For a group of layers, staging row p is those layers' part of host page p, `[layer][buffer][row]`; see `kernels._pages`
 for the order of its bytes. Rows are copied in the widest word that divides their sizes, strides and addresses. Buffers
@@ -53,7 +53,7 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     # Row 0 of the table: byte offsets within a layer of a page. Row 1 + l: addresses of layer l's buffers.
     address = tl.load(table + (1 + first_layer + layer) * BUFFERS + buffer)
     pool = address.to(tl.pointer_type(staging.dtype.element_ty))
-    if ALIGNED_16:  # tell the compiler the alignment of addresses and strides, which it cannot know
+    if ALIGNED_16:  # tells the compiler the alignment of addresses and strides, which it cannot infer
         pool = tl.multiple_of(pool, 16)
         page_stride, layer_stride = page_stride // 2 * 2, layer_stride // 2 * 2
     pool_row = pool + at[:, None] * row_stride + column[None, :]
@@ -70,7 +70,7 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
 
 
 def _word_of(staging: torch.Tensor) -> int:
-    """Bytes of the widest word in which rows of `staging` can be read: 8, 4, 2 or 1."""
+    """Return the bytes of the widest word in which rows of `staging` can be read: 8, 4, 2 or 1."""
     return math.gcd(8, staging.stride(0), staging.data_ptr(), int(staging.storage_offset()))
 
 
@@ -89,7 +89,7 @@ class PageMover:
         kernels: Kernels,
         spans: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`layer_buffers`: for each layer, by dense index, its buffers `[num_rows, ...row]`, rows contiguous.
+        """`layer_buffers` has, for each layer by dense index, its buffers `[num_rows, ...row]` with contiguous rows.
 
         `spans`: for each buffer the number of tokens that share a row, a divisor of `page_tokens`; None: 1 for all.
         """
@@ -100,7 +100,8 @@ class PageMover:
         self.ends = self.table.ends
 
     def group_bytes(self, first_layer: int, num_layers: int) -> int:
-        """Bytes of layers [first_layer, first_layer + num_layers) of one page; ValueError if the pool has fewer."""
+        """Return the bytes of layers [first_layer, first_layer + num_layers) of one page. Raises ValueError if the pool
+        has fewer layers."""
         end = first_layer + num_layers
         if first_layer < 0 or num_layers < 0 or end > self.num_layers:
             raise ValueError(f"layers [{first_layer}, {end}) are not within the pool's {self.num_layers}")
@@ -167,7 +168,8 @@ class PageMover:
                 at = slots if segment.span == 1 else slots[:: segment.span] // segment.span
                 if gather:
                     part.copy_(rows[at].view(num_pages, -1))
-                elif rows.device.type == "cpu":  # numpy copies whole rows here, torch word by word: six times slower
+                # numpy copies whole rows here; torch copies word by word, six times slower
+                elif rows.device.type == "cpu":
                     rows.numpy()[at.numpy()] = part.reshape(-1, segment.row_bytes // width).numpy()
                 else:
                     rows.index_copy_(0, at, part.reshape(-1, segment.row_bytes // width))
@@ -181,7 +183,8 @@ class PageMover:
         num_layers: int,
         gather: bool,
     ) -> None:
-        """One launch for each row class over the group's layers, rows of the address table from `first_layer` on."""
+        """Launch the kernel once for each row class, over the layers of the group, with rows of the address table from
+        `first_layer` on."""
         page_stride, address, staging_width = staging.stride(0), staging.data_ptr(), _word_of(staging)
         layer_bytes = self.table.ends[1] if num_layers > 1 else 0
         for rows in classes:

@@ -1,11 +1,12 @@
 """Attention over paged keys and values in torch, and conversions between contiguous and paged sequences.
 
-It defines the result of a paged attention kernel. It is slow, because it gathers the keys and values of all requests.
+This module defines the result of a paged attention kernel. It is slow, because it gathers the keys and values of all
+requests.
 
     contiguous   [tokens, ...row]               token t at t
     paged        [num_pages, page_size, ...row]  token t at [page_table[t // page_size], t % page_size]
 
-Only callers with SGLang's interface use it.
+Only callers with SGLang's interface use this module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 def contiguous_to_paged(
     contiguous: torch.Tensor, page_table: torch.Tensor, num_pages: int, page_size: int
 ) -> torch.Tensor:
-    """`[tokens, ...row]` as `[num_pages, page_size, ...row]`, zero-filled.
+    """Copy `[tokens, ...row]` to a zero-filled `[num_pages, page_size, ...row]`.
 
     `page_table`: integer `[pages]`, at least ceil(tokens / page_size) distinct page ids below `num_pages`. ValueError
     if it is shorter.
@@ -33,7 +34,8 @@ def contiguous_to_paged(
 
 
 def paged_to_contiguous(paged: torch.Tensor, page_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The inverse: the first `num_tokens` tokens of `page_table` from `[num_pages, page_size, ...row]`, a copy."""
+    """Copy the first `num_tokens` tokens of `page_table` from `[num_pages, page_size, ...row]` to a contiguous tensor,
+    the inverse of `contiguous_to_paged`."""
     used = _pages_used(num_tokens, page_table, paged.shape[1])
     return paged[used].flatten(0, 1)[:num_tokens].clone()
 
@@ -46,7 +48,7 @@ def paged_attention_forward(
     context_lens: torch.Tensor,
     page_size: int,
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v over each request's own pages, causal. `[batch, seq_len, heads, v_dim]`.
+    """Return softmax(q k^T / sqrt(head_dim)) v over each request's own pages, causal: `[batch, seq_len, heads, v_dim]`.
 
     `query [batch, seq_len, heads, head_dim]` holds the last `seq_len` tokens of each context; `key_cache [slots,
     kv_heads, head_dim]` and `value_cache [slots, kv_heads, v_dim]` are a layer of a pool; `block_tables [batch,
@@ -68,17 +70,17 @@ def paged_attention_forward(
         )
     position = torch.arange(block_tables.shape[1] * page_size, device=query.device)
     lens = context_lens.to(torch.int64)[:, None]
-    # Past a context's end the table is undefined: read the sink there.
+    # After the end of a context the block table is undefined, so slot 0 is read there.
     page = block_tables.to(torch.int64).repeat_interleave(page_size, dim=1)
     slots = torch.where(position < lens, page * page_size + position % page_size, 0)
-    # [batch, kv_heads, group, seq_len or tokens, dim]
+    # The shape is [batch, kv_heads, group, seq_len or tokens, dim].
     q = query.float().view(batch, seq_len, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     k, v = (cache[slots].float().transpose(1, 2)[:, :, None] for cache in (key_cache, value_cache))
     scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim)
     query_position = lens - seq_len + torch.arange(seq_len, device=query.device)
     seen = (position[None, None, :] <= query_position[:, :, None])[:, None, None]
     weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0.0)
-    # Not 0 * v: a slot outside the context may contain NaN.
+    # Values outside of the context are masked and not multiplied with 0, because their slots may contain NaN.
     inside = (position < lens)[:, None, None, :, None]
     out = weights @ v.masked_fill(~inside, 0.0)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, seq_len, heads, -1).to(query.dtype)

@@ -1,4 +1,4 @@
-"""Causal attention over the slots of a pool: keys and values are read in place, with or without a cached prefix.
+"""Causal attention over the slots of a pool: keys and values are read from the pool, with or without a cached prefix.
 
     sequence s has `lengths[s]` tokens; the last n_s = query_starts[s + 1] - query_starts[s] of them are queries
     query t of s is at position p = lengths[s] - n_s + t; it sees the keys at [0, p], with a window those at
@@ -48,9 +48,9 @@ class PoolQueries:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Mask and scores of a layer. `scale`: factor of the dot products. `window`: number of keys that a query sees, its
-    own included; 0: all. `softcap`: 0: none. `sinks`: [query heads], None: none. `chunk`: a query sees the keys of its
-    own chunk of `chunk` positions; 0: all. A layer has a window or chunks, not both."""
+    """The mask and the scores of a layer. `scale` is the factor of the dot products. `window` is the number of keys
+    that a query sees, including its own; 0: all. `softcap` 0: none. `sinks` are [query heads]; None: none. `chunk`: a
+    query sees the keys of its own chunk of `chunk` positions; 0: all. A layer has a window or chunks, not both."""
 
     scale: float
     window: int = 0
@@ -68,7 +68,8 @@ def pool_attention(
     kernels: Kernels,
     slot_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of `query` [N, heads, dim] over [slots, kv_heads, dim] and [slots, kv_heads, v_dim].
+    """Return the attention of `query` [N, heads, dim] over keys [slots, kv_heads, dim] and values [slots, kv_heads,
+    v_dim].
 
     `slot_map`: int64 [slots], from the slots of the table to those of the buffers. Returns [N, heads, v_dim] in the
     dtype of `query`, contiguous. Scores are computed in float32.
@@ -81,9 +82,9 @@ def pool_attention(
 
 
 def num_splits(num_tiles: int, device: torch.device, *, decoding: bool) -> int:
-    """Splits with which `num_tiles` programs fill the device: a power of two, 1 on the CPU.
+    """Return the number of splits with which `num_tiles` programs fill the device: a power of two, 1 on the CPU.
 
-    `decoding`: the tiles have few rows, and four of them fit a multiprocessor; else two.
+    `decoding`: the tiles have few rows, and four of them fit a multiprocessor; otherwise two fit.
     """
     if device.type != "cuda":
         return 1
@@ -98,7 +99,8 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HAS_MAP: tl.constexpr, SOFTCAP: tl.constexpr, BOUND: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Keys [k_start, k_start + BLOCK_KEYS), of which those from k_end on, and those a row does not see, are masked.
+    # The block has keys [k_start, k_start + BLOCK_KEYS). Those from k_end on, and those that a row does not see, are
+    # masked.
     keys = k_start + tl.arange(0, BLOCK_KEYS)
     column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     in_split = keys < k_end
@@ -115,7 +117,7 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
         k = tl.load(k_at)
     score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
     if SOFTCAP:
-        # In units of log2: softcap is c * log2(e), and tanh(x) = 2 * sigmoid(2x) - 1.
+        # Scores are in units of log2: softcap is c * log2(e), and tanh(x) = 2 * sigmoid(2x) - 1.
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
     if MASKED:
         seen = (keys[None, :] <= positions[:, None]) & in_split[None, :]
@@ -125,7 +127,7 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
             seen = seen & (keys[None, :] >= positions[:, None] // bound * bound)
         score = tl.where(seen, score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, 1))
-    # A row that has seen no key yet has -inf as its highest score, and nothing to rescale.
+    # A row that has seen no key yet has -inf as its highest score, and no sums to rescale.
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     weight = tl.exp2(score - base[:, None])
     shrink = tl.exp2(highest - base)
@@ -145,8 +147,8 @@ def _keys_of_split(
     before, num_queries, first_row, split, bound,
     GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    # Keys that any row of the tile sees: [low, high). This split has [start, end) of them, of which [start, common) are
-    # seen by every row.
+    # The keys that any row of the tile sees are [low, high). This split has [start, end) of them, of which every row
+    # sees [start, common).
     first_token = first_row // GROUP
     high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
     low = 0
@@ -168,7 +170,7 @@ def _store_rows(  # noqa: PLR0917 - Triton binds constants by position
     acc, highest, total, token, head, in_rows, split, out, partial, log_sums, sinks,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    # token, head: of each row, in the pass.
+    # The token and the head of each row in the pass.
     column = tl.arange(0, BLOCK_DV)
     row = token.to(tl.int64) * HEADS + head
     mask = in_rows[:, None] & (column < DV)[None, :]
@@ -196,7 +198,7 @@ def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
     SPLITS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, BOUND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The longest tiles of a sequence are its last: they start first.
+    # The last tiles of a sequence take longest, so they start first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_ROWS
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first_query = tl.load(query_starts + sequence)
@@ -241,7 +243,8 @@ def _merge_kernel(
     partial, log_sums, out, sinks,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    # Program (token, head): out = sum of the splits' outputs, weighted by their share of the softmax's denominator.
+    # Program (token, head) computes the sum of the splits' outputs, each weighted by its share of the softmax's
+    # denominator.
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DV)
     log_sum = tl.load(log_sums + row * SPLITS + split)
@@ -297,16 +300,16 @@ def _attend_triton(
 
 
 def _tile(num_rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of a program, limited by the shared memory of a multiprocessor."""
+    """Return (rows, keys, warps, stages) of a program, limited by the shared memory of a multiprocessor."""
     row_bytes = dim * dtype.itemsize
-    if row_bytes > 512:  # heads of 512, or of 256 in float32
+    if row_bytes > 512:  # heads of 512 elements, or of 256 in float32
         return min(32, power_of_two(max(16, num_rows))), 16, 4, 1
     if dtype == torch.float32:
         return 16, 32, 4, 2
     if dim > 128:
         return min(64, power_of_two(max(16, num_rows))), 32, 4, 2
     rows = min(128, power_of_two(max(16, num_rows)))
-    return rows, 64, 2 if rows == 16 else 4, 3  # measured on one H200, heads of 128, pages of 16 tokens
+    return rows, 64, 2 if rows == 16 else 4, 3  # measured on one H200 with heads of 128 elements and pages of 16 tokens
 
 
 def _attend_torch(

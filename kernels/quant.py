@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits, with a float32 scale per token and head, computed when the token is stored.
+"""Stores and reads keys and values in 8 bits, with a float32 scale per token and head that is computed when the token
+is stored.
 
     quantise     a = max(|x[t, h]|) / L,  scale[s, h] = a,  data[s, h] = round(x[t, h] / a)       for s = loc[t]
     dequantise   out[t, h] = data[s, h] * scale[s, h]                      for s = loc[t], or s = t without loc
@@ -61,7 +62,8 @@ def _quantise_rows(  # noqa: PLR0917 - Triton binds constants by position
     if FP8:
         tl.store(target, to_e4m3(value, NATIVE), mask=inside)
     else:
-        # At 1.5 * 2**23 the last bit of a float32 is a unit: the sum rounds, and its last byte is that integer.
+        # At 1.5 * 2**23, the last bit of a float32 has the value 1: adding this number rounds, and the last byte is the
+        # integer.
         tl.store(target, (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), mask=inside)
     tl.store(scales + row, scale, mask=mask)
 
@@ -183,7 +185,7 @@ def _check(data: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> None
 
 
 def _tiles(dims: Sequence[int]) -> tuple[list[int], int]:
-    """Columns of each tile, powers of two, and the number of rows of a program."""
+    """Return the columns of each tile, powers of two, and the number of rows of a program."""
     cols = [power_of_two(dim) for dim in dims]
     return cols, max(1, min(32, _ELEMENTS_PER_PROGRAM // max(cols)))
 

@@ -28,15 +28,16 @@ _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 @jit
 def _to_e5m2(x, NATIVE: tl.constexpr):
-    """The bytes of float32 `x`, at most 57344 in magnitude, as fp8 e5m2 (5 bits of exponent with bias 15)."""
+    """Convert float32 `x`, at most 57344 in magnitude, to the bytes of fp8 e5m2 (5 bits of exponent with bias 15)."""
     if NATIVE:
         out = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        # Below 2**-14 values are multiples of 2**-16: adding 2**7 leaves that multiple, rounded, in the last bits.
+        # Below 2**-14, values are multiples of 2**-16: after adding 2**7, the last bits contain this multiple, rounded.
         small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
-        # Else move the exponent's bias from 127 to 15 and drop 21 bits of the mantissa, half of the last one added.
+        # Otherwise the exponent's bias changes from 127 to 15, and 21 bits of the mantissa are dropped after half of
+        # the last bit was added.
         large = (size - 0x38000000 + 0xFFFFF + ((size >> 21) & 1)) >> 21
         out = (tl.where(size < 0x38800000, small, large) | ((bits >> 24) & 0x80)).to(tl.uint8)
     return out
@@ -44,19 +45,19 @@ def _to_e5m2(x, NATIVE: tl.constexpr):
 
 @jit
 def _bounded(x, LIMIT: tl.constexpr):
-    """`x` within [-LIMIT, LIMIT]; NaN becomes 0."""
+    """Clamp `x` to [-LIMIT, LIMIT]; NaN becomes 0."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, tl.where(x == x, x, 0.0)))  # noqa: PLR0124
 
 
 @jit
 def _or_nan(x, narrow):
-    """The fp8 bytes `narrow`, or NaN where `x` is NaN. (Hardware conversion keeps NaN and clamps by itself.)"""
+    """Return the fp8 bytes `narrow`, but NaN where `x` is NaN. (Hardware conversion itself keeps NaN and clamps.)"""
     return tl.where(x == x, narrow, 0x7F).to(tl.uint8)  # noqa: PLR0124
 
 
 @jit
 def _divided(x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """`x / scale` in float32, correctly rounded as far as the buffer's format can represent it."""
+    """Return `x / scale` in float32, correctly rounded as far as the buffer's format can represent it."""
     divisor = tl.full(x.shape, scale, tl.float32)
     if NATIVE and FORMAT != "":
         if (scale > 2.0**-100) & (scale < 2.0**100):  # noqa: SIM108 - all threads take the same branch
@@ -150,7 +151,7 @@ def _store_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
 
 
 def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
-    """`[n, ...]` as `[n, row]` with contiguous rows, at the same row stride."""
+    """View `[n, ...]` as `[n, row]` with contiguous rows and the same row stride."""
     inner = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size != 1 and stride != inner:
@@ -202,7 +203,7 @@ def _launch(
 
 
 def _as_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`[n, row]` each, in the widest word that divides all their rows, strides and addresses."""
+    """View each of the tensors, `[n, row]`, in the widest word that divides all their rows, strides and addresses."""
     raw = [x.view(torch.uint8) for x in tensors]
     width = widest_word(*(n for x in raw for n in (x.data_ptr(), x.stride(0), x.shape[1], int(x.storage_offset()))))
     return [x.view(WORDS[width]) for x in raw]
@@ -226,10 +227,11 @@ def _check(x: torch.Tensor, buffer: torch.Tensor, scale: Scale, loc: torch.Tenso
 
 
 def cast_rows(x: torch.Tensor, dtype: torch.dtype, scale: Scale) -> torch.Tensor:
-    """`cast(x / scale)` in `dtype`, a new tensor: the torch twin of the conversion."""
+    """Return `cast(x / scale)` in `dtype` as a new tensor: the torch twin of the conversion."""
     y = x.to(torch.float32)
     if scale is not None:
-        # By a tensor of one dimension: torch multiplies with the inverse of a number, which rounds differently.
+        # The divisor is a tensor of one dimension: if it were a number, torch would multiply with its inverse, which
+        # rounds differently.
         one = scale.view(1) if isinstance(scale, torch.Tensor) else torch.full((1,), scale, device=x.device)
         y = y / one.to(torch.float32)
     if dtype in _LIMITS:
@@ -268,7 +270,7 @@ def _store(
 
 
 def store_rows(x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels, scale: Scale = None) -> None:
-    """`buffer[loc[t]] = cast(x[t] / scale)`; arguments as those of `store_kv`."""
+    """Store `buffer[loc[t]] = cast(x[t] / scale)`; the arguments are those of `store_kv`."""
     check_kernels(kernels)
     _check(x, buffer, scale, loc, "x")
     _store([x], [buffer], [scale], loc, kernels, range(1))

@@ -34,7 +34,8 @@ def translate_slots_naive(mapping: torch.Tensor, loc: torch.Tensor) -> torch.Ten
 
 
 def translate_slots(mapping: torch.Tensor, loc: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-    """The window slots of `loc`, int64 in the shape of `loc` (int32 or int64, any shape); see the module's formula."""
+    """Return the window slots of `loc`, int64 in the shape of `loc` (int32 or int64, any shape), by the formula of the
+    module."""
     check_kernels(kernels)
     if mapping.dim() != 1 or mapping.dtype != torch.int64 or not mapping.is_contiguous() or not mapping.numel():
         raise ValueError(

@@ -13,7 +13,7 @@ The result is as if all rows were read before any is written. Targets are distin
 The table of addresses, row sizes and strides is on the device, so buffers may differ in row size. All addressing is
 int64, in the widest word that divides all rows.
 
-Only callers with SGLang's interface use it, through `move_kv_cache`.
+Only callers with SGLang's interface use this kernel, through `move_kv_cache`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch
 
 from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, power_of_two, tl, widest_word
 
-FEW_BYTES = 64 << 10  # maximum bytes of one program's rows: 32 registers per thread at 16 warps
+FEW_BYTES = 64 << 10  # maximum bytes of the rows of one program: 32 registers per thread at 16 warps
 STAGING_BYTES = 128 << 20
 _WORDS_PER_PROGRAM = 2048
 _MAX_COLS = 256
-SCAN_ROWS = 256  # rows that a program scans for rows at risk: few programs, as there are usually none
+SCAN_ROWS = 256  # rows that a program scans for rows at risk; few programs save rows, because usually none is at risk
 _SAVE_SPLITS = 64  # maximum number of programs that share the buffers of a scanned block
 
 
 def tile_bytes_for(stride_bytes: int) -> int:
-    """Bytes of a row in a tile of the kernel for few rows: wider for wide rows."""
+    """Return the bytes of a row in a tile of the kernel for few rows: more for wide rows."""
     if stride_bytes >= 8192:
         return 512
     return 256 if stride_bytes >= 4096 else 128
@@ -41,9 +41,9 @@ def tile_bytes_for(stride_bytes: int) -> int:
 
 @jit
 def _buffer(word, table, index, ALIGN: tl.constexpr):
-    """Start, row size and slot stride, in words, of buffer `index`.
+    """Return start, row size and slot stride, in words, of buffer `index`.
 
-    The table has all three in units of ALIGN words: the factor lets the compiler join loads.
+    The table has all three in units of ALIGN words: this factor lets the compiler merge loads.
     """
     word_bytes: tl.constexpr = word.dtype.element_ty.primitive_bitwidth // 8
     address = tl.load(table + index * 3) * (ALIGN * word_bytes)
@@ -55,7 +55,7 @@ def _buffer(word, table, index, ALIGN: tl.constexpr):
 
 @jit
 def _at_risk(stamps, i, slot, mask, generation):
-    """Whether row i is read where another row of this move, with a stamp of `generation`, is written."""
+    """Return whether the source slot of row i is written by another row of this move, whose stamp has `generation`."""
     stamp = tl.load(stamps + slot, mask=mask, other=0)
     return mask & ((stamp >> 32) == generation) & ((stamp & 0x7FFFFFFF) != i)
 
@@ -70,7 +70,7 @@ def _few_kernel(word, table, target, source, num_rows, ROWS: tl.constexpr, COLS:
     old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
     new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
     words = tl.load(start + old[:, None] * stride + column[None, :], mask=inside)
-    tl.debug_barrier()  # every thread has loaded before any stores
+    tl.debug_barrier()  # every thread has loaded before any thread stores
     tl.store(start + new[:, None] * stride + column[None, :], words, mask=inside)
 
 
@@ -146,7 +146,8 @@ def _copy_kernel(
     new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
     inside = (i < num_rows)[:, None] & (column < row)[None, :]
     word_bytes: tl.constexpr = staging.dtype.element_ty.primitive_bitwidth // 8
-    # Choose the address, then load once: half the registers of loading from both and choosing.
+    # Choose the address first, then load once: this takes half the registers of loading from both addresses and
+    # choosing.
     row_at = tl.where(old < 0, staging + (member * num_rows + i) * WIDEST, start + old * stride)
     row_at = tl.multiple_of(row_at, ALIGN * word_bytes)
     words = tl.load(row_at[:, None] + column[None, :], mask=inside)
@@ -233,7 +234,7 @@ class TiledCopy:
 
     def _move_many(self, target: torch.Tensor, source: torch.Tensor) -> None:
         num_rows, num_buffers = target.numel(), len(self._buffers)
-        # Stamps of earlier moves have earlier generations; after 2**31 - 1 of them the count restarts.
+        # Stamps of earlier moves have lower generations; after 2**31 - 1 moves the count restarts.
         if self._generation == (1 << 31) - 1:
             self._stamps.zero_()
             self._generation = 0
@@ -257,5 +258,5 @@ class TiledCopy:
             )
 
     def _word(self) -> torch.Tensor:
-        """A tensor whose element is a word; only its dtype is used."""
+        """Return a tensor whose element is a word; only its dtype is used."""
         return self._stamps[:1].view(WORDS[self._width])

@@ -1,7 +1,7 @@
-"""Uploads lists of ids from pinned CPU memory to the device: a kernel reads them over the link.
+"""Uploads lists of ids from pinned CPU memory to the device: a kernel reads the ids over the link.
 
 A copy would wait for the copy engine, possibly for milliseconds until a load has ended; a kernel reads concurrently
-with it. `IdUploader` owns the pinned memory that the kernel reads.
+with the load. `IdUploader` owns the pinned memory that the kernel reads.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class IdUploader:
             return ids
         slot = self._free_slot(len(ids))
         source, uploaded = slot.ids[: len(ids)], torch.empty(len(ids), dtype=torch.int64, device=self._device)
-        source.numpy()[:] = ids.numpy()  # torch might share the copy among threads and wait for them
+        source.numpy()[:] = ids.numpy()  # torch might divide this copy among its threads and wait for them
         upload(source, uploaded, self._kernels)
         slot.read.record()
         return uploaded
 
     def _free_slot(self, num_ids: int) -> _PinnedSlot:
-        """A slot whose ids were read, enlarged if it is too small; otherwise a new slot."""
+        """Return a pinned slot whose ids were read, enlarged if it is too small; otherwise a new slot."""
         for slot in self._pinned:
             if slot.read.query():
                 if len(slot.ids) < num_ids:

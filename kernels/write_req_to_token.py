@@ -1,4 +1,4 @@
-"""Writes the request table's rows of a batch of extends, prefix and new slots, in one launch.
+"""Writes the request table's rows of a batch of extends (prefix slots and new slots) in one launch.
 
 Request r has row `rows[r]` of `req_to_token`, int32 `[rows, columns]`. With p = `pre_lens[r]` and s = `seq_lens[r]`,
 that row becomes
@@ -8,7 +8,7 @@ that row becomes
 
 and columns from s on are unchanged. Each prefix is a tensor, so the kernel gets their addresses.
 
-Only callers with SGLang's interface use it: a lease of an engine writes its row.
+Only callers with SGLang's interface use this kernel: a lease of an engine writes its row.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write_req_to_token_pool_torch(
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The addresses of `tensors`, int64 `[len(tensors)]` on `device`. The host does not wait for the copy."""
+    """Return the addresses of `tensors`, int64 `[len(tensors)]` on `device`. The host does not wait for the copy."""
     pinned = device.type == "cuda"
     return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64, pin_memory=pinned).to(
         device, non_blocking=True
@@ -92,7 +92,7 @@ def write_req_to_token_pool(
     out_cache_loc: torch.Tensor,
     kernels: Kernels,
 ) -> None:
-    """Write the rows of a batch; see the module's formula.
+    """Write the rows of a batch, by the formula of the module.
 
     `req_pool_indices` (rows), `pre_lens`, `seq_lens` and `extend_lens` are integer `[requests]` on the table's device;
     `rows` and `lens_cpu` (prefix and sequence lengths) are the same on the host. `prefix_tensors[r]` has at least

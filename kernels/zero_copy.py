@@ -1,4 +1,4 @@
-"""Copies pages between a device pool's scattered rows and pinned host pages, without a staging buffer.
+"""Copies pages between the scattered rows of a device pool and pinned host pages, without a staging buffer.
 
     load     row slots[p*page_tokens + i*span] // span of a buffer = its row i of host page pages[p]
     store    the reverse
@@ -27,11 +27,11 @@ from hicache.kernels._triton import WORDS, cdiv, jit, power_of_two, tl
 from hicache.kernels.page_copy import PageMover
 
 _NUM_WARPS = 16
-_ACCESSES = 4  # accesses of a thread per tile, of 16 bytes if all is aligned: 32 KiB in flight in each program
-# Fewer pieces in a tile than threads in a program: each thread locates its own pieces without synchronisation.
+_ACCESSES = 4  # accesses of a thread per tile, of 16 bytes each if all is aligned: 32 KiB in flight in each program
+# A tile has fewer pieces than a program has threads: each thread locates its own pieces without synchronisation.
 MAX_PIECES = 16 * _NUM_WARPS
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 128, 2048
-MAX_INDEX = 1 << 29  # maximum pieces of a launch, whose numbers the kernel computes in 32 bits
+MAX_INDEX = 1 << 29  # maximum pieces of a launch, because the kernel computes piece numbers in 32 bits
 
 
 @jit
@@ -52,19 +52,20 @@ def _locate(  # noqa: PLR0917 - Triton binds constants by position
     PIECES: tl.constexpr,
     WORD_BYTES: tl.constexpr,
 ):
-    """The locations of the pieces of a tile, `[PIECES, 1]` each. Loaded asynchronously: the page, the slot, the byte
-    offset of the buffer within a layer of a page, and its address. Computed: byte offset of the layer and the row,
-    first word within the row, and whether the piece exists."""
+    """Return the locations of the pieces of a tile, `[PIECES, 1]` each. These values are loaded asynchronously: the
+    page, the slot, the byte offset of the buffer within a layer of a page, and its address. These are computed: the
+    byte offset of the layer and the row, the first word within the row, and whether the piece exists."""
     CHUNKS: tl.constexpr = (ROW + COLS - 1) // COLS
     number = tile * PIECES + tl.arange(0, PIECES)[:, None]
     exists = number < num_pieces
-    piece = tl.minimum(number, num_pieces - 1).to(tl.uint32)  # no load needs a mask; unsigned division is cheaper
+    # clamped, so that no load needs a mask; unsigned division is cheaper
+    piece = tl.minimum(number, num_pieces - 1).to(tl.uint32)
     per_page = per_page.to(tl.uint32)
     segment = piece // (PAGE * CHUNKS)
     i = (piece % (PAGE * CHUNKS) // CHUNKS).to(tl.int64)
     column = piece % CHUNKS * COLS
     p = (segment // per_page).to(tl.int64)
-    q = segment % per_page  # l * BUFFERS + b
+    q = segment % per_page  # q is l * BUFFERS + b
 
     page = tl.load(pages + p)
     slot = tl.load(slots + (p * PAGE + i) * SPAN)
@@ -113,14 +114,14 @@ def zero_copy_kernel(  # noqa: PLR0917 - Triton binds constants by position
             inside = exists & (lane < ROW)
         in_host = host.to(tl.pointer_type(tl.int8)) + (page * page_stride + offset + within)
         in_pool = (address + slot // SPAN * row_stride).to(host.dtype)
-        # The compiler does not know the tables and ids: tell it which words it may join to one access.
+        # Tell the compiler which words of tables and ids may be merged into one access, because it cannot infer this.
         in_host = tl.multiple_of(in_host.to(host.dtype), [ALIGN, ALIGN]) + lane
         in_pool = tl.multiple_of(in_pool, [ALIGN, ALIGN]) + lane
         if LOAD:
             words = tl.load(in_host, mask=inside, cache_modifier=".cg")
         else:
             words = tl.load(in_pool, mask=inside, cache_modifier=".cg")
-        # Locate the next pieces while these are in flight.
+        # Locate the next pieces while the current ones are in flight.
         page, slot, offset, address, within, column, exists = _locate(
             tile + tl.num_programs(0), table, pages, slots, num_pieces, per_page, first_layer, layer_stride,
             BUFFERS, PAGE, SPAN, ROW, COLS, PIECES, WORD_BYTES,
@@ -173,7 +174,7 @@ class ZeroCopyMover:
         self._table = table
         self._host = host
         self._blocks = blocks
-        # Layers of different structure are launched separately, each from its offset in a page.
+        # Layers of different structure are launched separately, each from its own offset in a page.
         starts = table.ends[: len(table.classes)]
         self._plans = [
             [_plan(rows, host[:, start:], table.page_tokens, table.ends[1]) for rows in classes]
@@ -199,7 +200,7 @@ class ZeroCopyMover:
         self._copy(pages, slots, first_layer, num_layers, load=False)
 
     def _copy(self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int, *, load: bool) -> None:
-        self._mover.group_bytes(first_layer, num_layers)  # checks the layers
+        self._mover.group_bytes(first_layer, num_layers)  # raises if the layers do not exist
         num_pages = self._table.num_pages_of(slots)
         if pages.dtype != torch.int64 or tuple(pages.shape) != (num_pages,):
             raise ValueError(f"pages {tuple(pages.shape)} of {pages.dtype}: need int64 ({num_pages},), as slots have")
@@ -235,7 +236,7 @@ class ZeroCopyMover:
     def _launch(
         self, plan: _Plan, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int, load: bool
     ) -> None:
-        """One launch, or several if their pieces exceed MAX_INDEX."""
+        """Launch the kernel once, or several times if the number of pieces exceeds MAX_INDEX."""
         per_page = num_layers * plan.constants["BUFFERS"]
         page_pieces = per_page * plan.segment_pieces
         at_once = max(1, MAX_INDEX // page_pieces)
@@ -261,7 +262,7 @@ class ZeroCopyMover:
 
 
 def _plan(rows: RowClass, host: torch.Tensor, page_tokens: int, layer_bytes: int) -> _Plan:
-    """Words and pieces for one row class; `host` begins at the first layer of the class."""
+    """Return words and pieces for one row class; `host` begins at the first layer of the class."""
     width = width_within(host, rows.width)
     aligned_16 = rows.aligned_16 and width == 8 and host.stride(0) % 16 == 0 and host.data_ptr() % 16 == 0
     align = 16 if aligned_16 else width
@@ -287,7 +288,8 @@ def _plan(rows: RowClass, host: torch.Tensor, page_tokens: int, layer_bytes: int
 
 
 def _piece_words(row_words: int, width: int) -> int:
-    """Words of a piece: the power of two, within bounds, that wastes the fewest words of a row's last piece."""
+    """Return the words of a piece: the power of two, within bounds, that wastes the fewest words of a row's last
+    piece."""
     minimum, maximum = _MIN_PIECE_BYTES // width, _MAX_PIECE_BYTES // width
     if row_words <= minimum:
         return power_of_two(row_words)

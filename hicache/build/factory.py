@@ -121,7 +121,7 @@ def build_engine(
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     stores = build_stores(config, given, links, metrics, tells_removed=events is not None)
-    with ExitStack() as opened:  # if the engine cannot be built, close the stores, so that none stays locked
+    with ExitStack() as opened:  # closes the stores if the engine cannot be built, so that none stays locked
         for tier in stores.values():
             opened.callback(tier.close)
         context = EngineContext(

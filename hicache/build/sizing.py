@@ -37,7 +37,7 @@ HOST_RATIO = 2
 MAX_PINNED_BYTES = 32 << 30
 _KV_PER_CACHED = 2  # bytes of full attention per byte of cached windows or states
 _MEMORY_SHARE = 2  # the host tier takes at most 1/2 of the available memory
-_MIN_HOST_SHARE = 8  # no host tier below 1/8 of the device tier
+_MIN_HOST_SHARE = 8  # there is no host tier if it would be smaller than 1/8 of the device tier
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def host_states(config: EngineConfig, total: int, page_bytes: int, state_bytes: 
     if config.host_states:
         return config.host_states
     by_bytes, by_pages = total // (1 + _KV_PER_CACHED) // state_bytes, total // (page_bytes + state_bytes)
-    return max(1, min(by_bytes, by_pages) - 1)  # one state is the sink
+    return max(1, min(by_bytes, by_pages) - 1)  # one state is for padding
 
 
 def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states: int | None) -> dict[str, int]:

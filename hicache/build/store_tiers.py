@@ -21,15 +21,15 @@ from hicache.stores.page_format import identity_of, page_filter
 from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
 from hicache.tiers import DISK, REMOTE, Component, Store
 
-# A job is one call to a remote store. The store's client works on many pages at once, and concurrent calls slow each
-# other down. Pages that arrived by the deadline of a call count.
+# One job is one call to a remote store. The store's client transfers many pages at once, and concurrent calls slow each
+# other down. Pages that arrived before the deadline of a call are used.
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
-# The scheduler's thread spends the same time on each job, however small its pages are.
+# The scheduler's thread spends the same time on each job, even if its pages are small.
 _MAX_DISK_JOB_PAGES, _DISK_JOB_BYTES = 32, 32 << 20
 # One call to a store of this scheme uses the full rate of the link. Several calls hide the latency of stores like S3.
 _ONE_READER = "mooncake://"
 _REMOTE_READERS = 4
-_MAX_REMOTE_BACKOFF_S = 30.0  # so that a restarted server is soon used again
+_MAX_REMOTE_BACKOFF_S = 30.0  # short, so that a restarted server is soon used again
 
 
 class _HostPages:
@@ -112,7 +112,7 @@ def _disk_settings(config: EngineConfig, pages: _HostPages) -> ServiceSettings:
     return ServiceSettings(
         readers=advanced.disk_reader_threads,
         queue_jobs=advanced.disk_queue_jobs,
-        full_bytes=pages.num_bytes // 2,  # maximum of pages locked until the store has written them
+        full_bytes=pages.num_bytes // 2,  # maximum bytes of pages that are locked until the store has written them
         limits=limits,
     )
 

@@ -151,7 +151,7 @@ _COMMANDS = {
 }
 
 
-# Messages of argparse, and the form that other messages about flags have: the flag, its value, the values that work.
+# Maps messages of argparse to the form of other messages about flags: the flag, its value, the values that work.
 _MESSAGES = {
     r"^argument (\S+): invalid choice: (.+?) \(choose from (.+)\)$": r"\1 \2 is unknown; choose one of \3",
     r"^argument (\S+): expected (?:one|at least one) argument$": r"\1 needs a value",
@@ -178,7 +178,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments. Reports unknown flags with the usage of the called subcommand."""
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
-        if self._subparsers is None and not takes_rest:  # first, because argparse may take an unknown flag for a value
+        # checked first, because argparse may take an unknown flag for a value
+        if self._subparsers is None and not takes_rest:
             given = list(sys.argv[1:] if args is None else args)
             given = given[: given.index("--")] if "--" in given else given
             options = [each for each in given if each.startswith("--") and " " not in each.partition("=")[0]]

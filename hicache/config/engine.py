@@ -35,7 +35,8 @@ from hicache.console import path_flag
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch  # importing it takes a second, which the command line does not always need
+    # imported only for type checking: importing torch takes a second, which the command line does not always need
+    import torch
 
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
 KvPacking = Literal["off", "auto", "3", "4"]
@@ -345,7 +346,7 @@ class EngineConfig:
 
 _Nested: TypeAlias = type[DiskConfig | RemoteConfig | AdvancedConfig]
 _NESTED: Mapping[str, _Nested] = {"disk": DiskConfig, "remote": RemoteConfig, "advanced": AdvancedConfig}
-# The class of the settings of each section. Names of a section's settings begin with the section's name.
+# The class of the settings of each section. The names of a section's settings begin with the section's name.
 SECTIONS: Mapping[str, type[EngineConfig] | _Nested] = {"": EngineConfig, **_NESTED}
 _SECTIONS_WITH_FLAGS = {section: cls for section, cls in SECTIONS.items() if cls is not AdvancedConfig}
 

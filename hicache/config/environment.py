@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch  # importing it takes a second, which the command line does not always need
+    # imported only for type checking: importing torch takes a second, which the command line does not always need
+    import torch
 
 Kernels = Literal["triton", "torch"]
 
@@ -113,7 +114,7 @@ def _cache_folder() -> Path:
     given = Path(CACHE_HOME.read()[0] or CACHE_HOME.default)
     try:
         return given.expanduser() / "hicache"
-    except RuntimeError as error:  # the user of a container may have no home
+    except RuntimeError as error:  # the user of a container may have no home directory
         raise ConfigError(f"{given}: {error}; set XDG_CACHE_HOME to a folder that can be written") from error
 
 

@@ -51,7 +51,7 @@ def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
             if source.startswith("flag "):
                 flag = source.removeprefix("flag ")
                 message = re.sub(rf"\b{name.replace('.', ' ')}=", f"{flag} ", message)
-                if "_" in name:  # other names are also words of a message
+                if "_" in name:  # names without an underscore are also words of a message
                     message = re.sub(rf"(?<![\w-]){name.replace('.', ' ')}\b", flag, message)
         raise ConfigError(message) from error
 

@@ -331,7 +331,7 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
         values = yaml.safe_load(Path(path_text(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except Exception as error:  # the parser passes on ValueError, KeyError, RecursionError, …
+    except Exception as error:  # the parser may raise ValueError, KeyError, RecursionError and others
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     return as_mapping(values, f"the configuration {path}")

@@ -26,7 +26,7 @@ Transport = Literal["process", "inline"]
 Auto = Literal["auto"]
 
 MAX_S = 1e9
-# A store maps its tables into the 128 TiB address space of a process.
+# The limit is that of the 128 TiB address space of a process, to which a store maps its tables.
 MAX_STORE_BYTES = 1 << 46
 
 # Settings that stores of engines and stores of servers share.

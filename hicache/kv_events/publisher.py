@@ -116,7 +116,7 @@ class EventPublisher:
             self._sink.close()
             return True
         if not self._ends:
-            self.publish()  # changes that closing the engine has made so far
+            self.publish()  # publishes changes that closing the engine has made so far
             self._log.cleared()
             self.publish()
         self._end()
@@ -146,7 +146,7 @@ class EventPublisher:
             )
         self._dropped.value += 1
 
-    # On the thread
+    # Methods that run on the thread
 
     def _run(self) -> None:
         try:
@@ -167,7 +167,7 @@ class EventPublisher:
                 self._sink.send(batch)
                 self._sent.value += 1
             self._sink.serve()
-        except Exception:  # subscribers see the gap in the sequence numbers
+        except Exception:  # subscribers see a gap in the sequence numbers
             if not self._failed.value:
                 log.exception("KV events: a batch could not be written, or replayed; further ones are counted")
             self._failed.value += 1

@@ -21,12 +21,13 @@ from hicache.kv_events.publisher import EventBatch, EventSink
 from hicache.pages.events import BlockStored, KVCacheEvent
 
 _RANK = 0  # data-parallel rank
-_EVENT_BLOCKS = 64  # maximum blocks of one event; bounds the time for which a call into C holds the GIL.
-_POLL_S = 0.05  # between two polls for replay requests
-_LINGER_MS = 500  # at close, for subscribers that still read
-_MAX_UNREAD = 4096  # batches queued for one slow subscriber; ZeroMQ drops further ones
+_EVENT_BLOCKS = 64  # maximum blocks of one event, which bounds the time for which a call into C holds the GIL
+_POLL_S = 0.05  # time between two polls for replay requests
+_LINGER_MS = 500  # maximum time at close for subscribers that still read
+_MAX_UNREAD = 4096  # maximum batches queued for one slow subscriber; ZeroMQ drops further ones
 _REPLAY_BATCHES, _REPLAY_BYTES = 4096, 64 << 20
-_ANSWER_BATCHES = 256  # batches that one call of `serve` replays, so that new batches are sent between two calls
+# maximum batches that one call of `serve` replays, so that new batches are sent between two calls
+_ANSWER_BATCHES = 256
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -55,7 +56,7 @@ def events_of(batch: EventBatch) -> Iterator[dict[str, Any]]:
 def _as_map(event: KVCacheEvent) -> dict[str, Any]:
     fields: dict[str, Any] = {"type": type(event).__name__, **vars(event)}
     if isinstance(event, BlockStored):
-        fields |= {"lora_id": None, "lora_name": None}  # required fields of vLLM's class
+        fields |= {"lora_id": None, "lora_name": None}  # fields that vLLM's class requires
     return fields
 
 
@@ -114,7 +115,8 @@ class ZmqSink:
         self._context = zmq.Context()
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._buffer_bytes = 0
-        self._asked: tuple[bytes, bytes] | None = None  # client of the replay in progress, and the next number for it
+        # the client of the replay in progress, and the next sequence number for it
+        self._asked: tuple[bytes, bytes] | None = None
         try:
             self._publisher = self._socket(zmq.PUB, address, "kv_events", _MAX_UNREAD)
             self._router = self._socket(zmq.ROUTER, replay, "kv_events_replay", 0) if replay else None

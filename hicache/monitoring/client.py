@@ -14,8 +14,9 @@ from hicache.monitoring.readings import Reading
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
-_ROUTES = ("/v1", "/metrics", "/metrics.json", "/dashboard", "/health")  # users may have copied a URL with one of these
-_OURS = "requests.running"  # a figure that every hicache server has
+# routes that users may have copied with the URL
+_ROUTES = ("/v1", "/metrics", "/metrics.json", "/dashboard", "/health")
+_OURS = "requests.running"  # a metric that every hicache server exports
 
 
 class MetricsClient:

@@ -19,7 +19,7 @@ from hicache.errors import NoServer, NotOurServer
 from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.readings import Change, History, Reading
 
-_WINDOW_S = 10.0  # that the column "now" covers
+_WINDOW_S = 10.0  # seconds that the column "now" covers
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +132,7 @@ def _tiers(reading: Reading, change: Change | None) -> Table:
     for tier in reading.tiers:
         used, total = reading.get(f"used.{tier}"), reading.get(f"total.{tier}")
         unit, after = ("B", "") if tier == "disk" else ("", " tokens")
-        # A store that the caller made may have no budget.
+        # A store object that the caller passed may have no budget.
         bar = ProgressBar(total=total, completed=min(used, total), width=10, pulse=False) if total else ""
         now = None if change is None else change.hit_rate(tier)
         of = f"{scaled(total, unit)}{after}" if total else NONE

@@ -272,6 +272,6 @@ def _hit_row(
     tokens = tuple(num_tokens for _, num_tokens in sizes)
     if not device:
         return HitRow(names, tokens, 0.0)
-    # A tier smaller than a block holds no block. Without a host tier there is no disk tier.
+    # A tier smaller than one block stores no block. Without a host tier there is no disk tier.
     settings = dataclasses.replace(settings, device_blocks=device, host_blocks=host, disk_blocks=disk if host else 0)
     return HitRow(names, tokens, replayed(trace, settings).hit_rate)

@@ -32,9 +32,10 @@ from hicache.planning.presets import PlannedModel
 from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT, MAX_TOKENS, largest_device_tokens
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
-_PLENTY = 1 << 60  # available host bytes, since the planned machine may have more memory than this one
+# host bytes that are assumed to be available, because the planned machine may have more memory than this one
+_PLENTY = 1 << 60
 _MAX_GPUS = 1024
-_SLOT_BYTES = 4  # of the request table, for each position of a request
+_SLOT_BYTES = 4  # bytes of the request table for each position of a request
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def _plan(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan | N
     if isinstance(config.host_bytes, int) and config.host_bytes:
         tiers.append(_tier("host", config, page_bytes, copies, config.host_bytes * request.num_gpus))
     if request.disk_bytes:
-        once = {FULL: 1} if geometry.latent is not None else {}  # all ranks hold the same latent rows; one stores them
+        # all ranks have the same latent rows, and one rank stores them on the disk
+        once = {FULL: 1} if geometry.latent is not None else {}
         tiers.append(_tier("disk", config, page_bytes, copies | once, request.disk_bytes))
     return MemoryPlan(
         weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, moved, tuple(tiers), config, start
@@ -166,7 +168,8 @@ def _start(model: PlannedModel, request: PlanRequest) -> EngineConfig:
     """The engine settings with a placeholder for `device_tokens`, which is computed later."""
     disk = None
     if request.disk_bytes:
-        disk = DiskConfig(path=request.disk_path, budget_bytes=request.disk_bytes)  # of all stores of the path
+        # the budget of all stores of the path
+        disk = DiskConfig(path=request.disk_path, budget_bytes=request.disk_bytes)
     return EngineConfig(
         device_tokens=MAX_TOKENS,
         host_bytes="auto" if request.host_bytes is None else request.host_bytes // request.num_gpus,
@@ -191,7 +194,7 @@ def _tier(
     if (state_bytes := page_bytes.get(MAMBA)) is not None:
         states = host_states(dataclasses.replace(config, host_states=0), num_bytes, page_bytes[FULL], state_bytes)
     shares = host_shares(dataclasses.replace(config, host_bytes=num_bytes), page_bytes, states)
-    num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # a host page is the sink for padding
+    num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # one host page is for padding
     if num_pages < 1:
         raise ConfigError(
             f"--{'host-memory' if name == 'host' else name} {num_bytes}: too little for a page of "

@@ -26,10 +26,11 @@ from hicache.serving.positions import position_limit
 from hicache.serving.recorded import NUM_TOKENS
 from hicache.serving.support import untried_geometry
 
-_BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "mxfp4": 4.25}  # per quantised weight, including its share of a scale
-_SCALE_BITS = 16  # per group of GPTQ and AWQ weights, in addition to a zero point
+_BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "mxfp4": 4.25}  # bits per quantised weight, including its share of a scale
+_SCALE_BITS = 16  # bits per group of GPTQ and AWQ weights, in addition to a zero point
 _GROUP = 128
-_STATE_FLOPS = 6  # per element of a state and token: decay, update and read, each a multiplication and an addition
+# operations per element of a state and token: decay, update and read, each a multiplication and an addition
+_STATE_FLOPS = 6
 
 
 def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
@@ -43,7 +44,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
     values, path = _values(given)
     try:
         model = _without_weights(values)
-    except Exception as error:  # transformers passes on any exception of its parts
+    except Exception as error:  # transformers does not convert exceptions of its parts, so any may occur
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"--model {given}: not the configuration of a causal language model: {text[:200]}") from error
     try:
@@ -51,7 +52,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
             geometry = untried_geometry(model)
     except HiCacheError:
         raise
-    except Exception as error:  # the model's code reads tensor values, which do not exist on "meta"
+    except Exception as error:  # the model's code may read tensor values, which do not exist on "meta"
         text = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"--model {given}: {type(model).__name__} cannot run without weights, so it cannot be planned: {text}"
@@ -77,7 +78,8 @@ def _values(given: str) -> tuple[dict[str, Any], Path]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(values, dict):
-            values, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)  # also parses infinities
+            # this function also parses infinities
+            values, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)
     except OSError as error:
         raise ConfigError(
             f"--model {given}: {error.strerror}: {path}; give a transformers config.json, a folder with one, or one of "
@@ -101,7 +103,8 @@ def _without_weights(values: Mapping[str, Any]) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.get_text_config().dtype or torch.bfloat16)
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # the only one that selects experts without reading values
+        # the only implementation that selects experts without reading values
+        model.set_experts_implementation("batched_mm")
     return model.eval()
 
 
@@ -113,7 +116,7 @@ def _token_flops(model: Any, counter: FlopCounterMode) -> int:
     for name, module in _multiplied(model):
         ran = counted.get(f"{type(model).__name__}.{name}", 0)
         experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
-        # Llama 4 multiplies each token with all experts, and the results of unselected experts with zero.
+        # Llama 4 multiplies each token with all experts, and multiplies the results of unselected experts with zero.
         if experts and ran == 2 * NUM_TOKENS * sum(weight.numel() for weight in experts):
             ran = ran * getattr(config, "num_experts_per_tok", len(experts[0])) // len(experts[0])
         flops += ran
@@ -134,7 +137,7 @@ def _work(config: Any, geometry: ModelGeometry, num_active: int, head: Any) -> P
     heads, kinds = int(config.num_attention_heads), geometry.kinds
     full, window = geometry.full_heads, geometry.window_heads
     pair = full.head_dim + full.v_head_dim
-    if geometry.latent is not None:  # a prefill attends over expanded keys and values
+    if geometry.latent is not None:  # a prefill computes attention over expanded keys and values
         pair = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     state_flops = 0
     if geometry.state is not None:

@@ -35,9 +35,9 @@ from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, 
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
-# Empty, because blocks have equal keys in all processes if their tokens are equal.
+# Empty, because blocks with equal tokens have equal keys in all processes.
 _IDENTITY = b""
-_SHOWN_TOKENS = 10  # of a node, in a text
+_SHOWN_TOKENS = 10  # maximum tokens of a node that are shown in a text
 
 
 class BasePrefixCache(ABC):
@@ -132,7 +132,7 @@ class BasePrefixCache(ABC):
             known = min(num_tokens, len(req.origin_input_ids) + len(req.output_ids))
             self._insert_finished(req, joined_tokens(req.origin_input_ids, req.output_ids), known)
             self._raise_priority(req.last_node, priority_of(req))
-        # [start, num_tokens) is not in the tree: a partial page, or all tokens without `is_insert`.
+        # Tokens [start, num_tokens) are not in the tree: a partial page, or all tokens without `is_insert`.
         start = req.cache_protected_len = self._depth(req)
         if start < num_tokens:
             self._slots.free(self._rows.slots(row, start, num_tokens), start)
@@ -205,7 +205,7 @@ class BasePrefixCache(ABC):
         if found:
             raise InvariantError(type(self).__name__, found)
 
-    # Differs by cache
+    # Methods that differ between caches
 
     def _new_components(self) -> Sequence[TreeComponent]:
         """Return the components of the tree in addition to FULL."""
@@ -245,7 +245,7 @@ class BasePrefixCache(ABC):
     def _totals(self) -> str:
         """Return the last line of `pretty_print`."""
 
-    # Inside
+    # Internal methods
 
     def _new_tree(self) -> RadixTree:
         hasher = PageHasher(_IDENTITY, self.page_size)
@@ -376,10 +376,10 @@ class BasePrefixCache(ABC):
         if priority < 0:
             self._tree.table.priority[gained] = priority
         if not chunked:
-            self._tree.table.hits[rows[: len(rows) - len(gained)]] += 1  # old pages precede new ones
+            self._tree.table.hits[rows[: len(rows) - len(gained)]] += 1  # old pages precede new ones in `rows`
 
     def _raise_priority(self, node: Node, priority: int) -> None:
-        if cast(TreeNode, node).priority < priority:  # rare: most requests have the same priority
+        if cast(TreeNode, node).priority < priority:  # seldom true, because most requests have the same priority
             self._tree.raise_priority(node, priority)
 
 

@@ -282,7 +282,7 @@ def alloc_for_decode(batch: DecodeBatch, token_per_req: int = 1) -> torch.Tensor
         slots = alloc_paged_token_slots_decode(
             tree, seq_lens + token_per_req, batch.seq_lens_cpu + token_per_req, last, token_per_req
         )
-    # Tokens [s_r, s_r + token_per_req) of row r.
+    # The tokens [s_r, s_r + token_per_req) of row r.
     positions = seq_lens[:, None] + torch.arange(token_per_req, device=seq_lens.device)
     table.write((batch.req_pool_indices[:, None], positions), slots.view(-1, token_per_req))
     return slots

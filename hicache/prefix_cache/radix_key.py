@@ -16,7 +16,7 @@ from hicache.errors import InvalidTokens
 from hicache.pages.events import BlockStored, KVCacheEvent, PageChange, PagesStored
 from hicache.pages.key import Tokens, as_array, as_int64, new_tokens, pack_tokens
 
-TokenSource = Callable[[int, int], Tokens]  # tokens [start, end) of a sequence, packed
+TokenSource = Callable[[int, int], Tokens]  # returns tokens [start, end) of a sequence, packed
 
 _BIGRAM_ID_BITS = 31
 _BIGRAM, _ESCAPE = "\x01", "\x00"

@@ -74,7 +74,7 @@ class SWARadixCache(BasePrefixCache):
             return InsertResult(0)
         tokens, namespace = self._packed(params.key)
         known_len = self._full_pages_len(min(params.prev_prefix_len, len(tokens)))
-        # The caller got these slots from a match: they are in the tree already, some as tombstones.
+        # The caller got these slots from a match, so they are already in the tree, some as tombstones.
         if known_len:
             known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).full_len)
         inserted, offered = self._insert(params, known_len)
@@ -106,7 +106,7 @@ class SWARadixCache(BasePrefixCache):
         return (_NodeWindows(self.sliding_window_size),)
 
     def _window_from(self, swa_evicted_seqlen: int, start: int, end: int) -> int | None:
-        # The window slots of a page count as freed if that of its first token was freed.
+        # The window slots of a page count as freed if the window slot of its first token was freed.
         lost = -(-swa_evicted_seqlen // self.page_size) * self.page_size
         return min(max(lost, start), end) - start
 

@@ -117,7 +117,7 @@ class HiCache:
         except BaseException:
             self._host.close()
             raise
-        # Least recently used first.
+        # The least recently used tensor is first.
         self._l1 = OrderedDict[bytes, _Entry]()
         self._l2 = OrderedDict[bytes, _Entry]()
         self._l1_used = 0
@@ -200,7 +200,8 @@ class HiCache:
         if self._closed or not self._owner.is_here:
             return
         try:
-            self._breaker = Breaker("writes", LIMITS, time.monotonic)  # retries at once, without the backoff
+            # used without the backoff: writes are retried at once
+            self._breaker = Breaker("writes", LIMITS, time.monotonic)
             for name in list(self._replaced):
                 self._delete_on_disk(name)
             while self._l2:

@@ -41,7 +41,8 @@ def _pass_on(signals: Collection[int], child: int) -> NoReturn:
         received = signal.sigwaitinfo(signals)
         if received.si_signo == signal.SIGCHLD:
             _reap(child)
-        elif received.si_code <= 0:  # sent by a process; signals of the terminal reach the child directly
+        # the signal was sent by a process; signals of the terminal reach the child directly
+        elif received.si_code <= 0:
             os.kill(child, received.si_signo)
 
 

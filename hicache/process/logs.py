@@ -22,10 +22,10 @@ from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error")
 _OWN = "hicache"
-_MAX_LINES = 4096  # lines that may be queued, about a megabyte
-_FLUSH_TIMEOUT_S = 1.0  # for log lines that are still queued at exit.
+_MAX_LINES = 4096  # maximum queued lines, about a megabyte
+_FLUSH_TIMEOUT_S = 1.0  # maximum time for log lines that are still queued at exit
 _STDERR = 2
-_PLAIN = re.compile(r'"[^\s"\\]+"')  # JSON strings that are unambiguous without quotes
+_PLAIN = re.compile(r'"[^\s"\\]+"')  # matches JSON strings that are unambiguous without quotes
 
 
 class JsonLines(logging.Formatter):
@@ -79,10 +79,11 @@ class LineWriter(logging.Handler):
 
     def __init__(self, descriptor: int = _STDERR, max_lines: int = _MAX_LINES) -> None:
         super().__init__()
-        is_closed = descriptor == _STDERR and sys.__stderr__ is None  # then the number 2 may belong to another file
+        is_closed = descriptor == _STDERR and sys.__stderr__ is None  # the descriptor 2 may then belong to another file
         self._descriptor = -1 if is_closed else descriptor
         self._process = os.getpid()
-        self._lines = queue.Queue[bytes | threading.Event | None](max_lines)  # an event is set for `flush` when reached
+        # `flush` queues an event, which is set when it is reached
+        self._lines = queue.Queue[bytes | threading.Event | None](max_lines)
         self._num_dropped = 0
         self._thread = threading.Thread(target=self._write_all, name="hicache-logs", daemon=True)
         self._thread.start()
@@ -122,7 +123,7 @@ class LineWriter(logging.Handler):
     def _line(self, record: logging.LogRecord) -> bytes:
         try:
             text = self.format(record)
-        except (TypeError, ValueError, LookupError):  # a defect in the logging code; its arguments are left out
+        except (TypeError, ValueError, LookupError):  # a defect in the logging code; its arguments are omitted
             text = self.format(_warning(f"{record.pathname}:{record.lineno} logs what cannot be formatted"))
         return f"{text}\n".encode(errors="backslashreplace")
 
@@ -139,7 +140,7 @@ class LineWriter(logging.Handler):
                 line = line[os.write(self._descriptor, line) :]
             except BlockingIOError:  # another process made this terminal or socket non-blocking
                 time.sleep(_FLUSH_TIMEOUT_S / 10)
-            except OSError:  # the reader is gone, so the error cannot be reported either
+            except OSError:  # the reader has ended, so the error cannot be reported either
                 return
 
 

@@ -26,10 +26,10 @@ from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
 from hicache.tiers import DISK
 
-_BLOCKS_PER_S = 100.0  # blocks per second
+_BLOCKS_PER_S = 100.0  # requested blocks per second, in place of time
 
-_LARGE_HOST = 512  # blocks
-_BACKUP_AT_EVICTION = ("write_back", "exclusive")  # write policies
+_LARGE_HOST = 512  # number of blocks above which a host counts as large
+_BACKUP_AT_EVICTION = ("write_back", "exclusive")  # write policies that copy a page when it is evicted
 
 
 class BlockHits(NamedTuple):
@@ -82,7 +82,7 @@ class CacheSimulation:
             self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._trace_time_s)
             self._source = WriteSource(self.host, 1, max(1, int(ROUND_SHARE * self.host.pool.num_pages)))
             self._writes = WriteScheduler([self._source], DISK, self._budget, self._uses)
-        self._is_last = False  # of its session, the request that is served
+        self._is_last = False  # whether the served request is the last one of its session
         self._loaded = self._backed_up = self._read = 0
 
     def _trace_time_s(self) -> float:

@@ -119,7 +119,7 @@ def run(flags: argparse.Namespace) -> int:
         require_writable("--json", flags.json)
     if flags.plot is not None:
         require_writable("--plot", flags.plot)
-        importlib.import_module("matplotlib")  # fails here if it is missing, not after a long replay
+        importlib.import_module("matplotlib")  # raises here if the package is missing, instead of after a long replay
     trace = trace_of(flags)
     rows = cases_of(_settings(flags, trace.block_tokens, costs), flags.policies)
     cases = with_comparisons(rows)
@@ -189,7 +189,7 @@ def _print(trace: Trace, rows: Sequence[Case], results: Mapping[Case, ReplayResu
     """Print tables of hit rates, computed tokens and copies (if there is a host); the optimum is the last row of a
     size."""
     requests, blocks = counted(len(trace.requests)), counted(trace.num_blocks)
-    span = f"{trace.requests[-1].time_s:,.0f} s"  # reveals a wrong --time-unit
+    span = f"{trace.requests[-1].time_s:,.0f} s"  # the length of the trace, which reveals a wrong --time-unit
     title = f"{trace.name}: {requests} requests in {span}, {blocks} blocks of {trace.block_tokens} tokens"
     if trace.num_warm_up:
         title += f", the first {counted(trace.num_warm_up)} requests not counted"

@@ -27,9 +27,9 @@ class DiskOrder:
         self._clock = 1
         self._num_stored = 0
         self._logged = 0
-        self._stamps = np.zeros(1024, np.int64)  # by id; 0: not on disk
+        self._stamps = np.zeros(1024, np.int64)  # stamps by id; 0: not on disk
         self._is_unread = np.zeros(1024, np.bool_)
-        self._log: deque[tuple[int, Tokens]] = deque()  # the first stamp, and ids with one stamp after the other
+        self._log: deque[tuple[int, Tokens]] = deque()  # each entry has a first stamp, and ids with consecutive stamps
         self.num_written = self.num_useful = 0
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class DiskOrder:
     def _has(self, ids: Tokens) -> npt.NDArray[np.bool_]:
         try:
             stamps = self._stamps[ids]
-        except IndexError:  # a new id; catching this is cheaper than computing the maximum in each call
+        except IndexError:  # the id is new; catching this is cheaper than computing the maximum in each call
             more = max(int(ids.max()) + 1, 2 * len(self._stamps)) - len(self._stamps)
             self._stamps = np.concatenate((self._stamps, np.zeros(more, np.int64)))
             self._is_unread = np.concatenate((self._is_unread, np.zeros(more, np.bool_)))

@@ -43,7 +43,7 @@ def hints_of(trace: Trace, names: tuple[HintName, ...]) -> list[Hint]:
 
 def _next_turns(trace: Trace) -> list[float | None]:
     """Return the time of the next turn of each request in seconds; None for the last one of a session."""
-    next_s: dict[tuple[str, int], float] = {}  # by session and prefix: time of the next request with that prefix
+    next_s: dict[tuple[str, int], float] = {}  # time of the next request by session and prefix
     found: list[float | None] = []
     for request, prefixes in zip(reversed(trace.requests), reversed(trace.prefixes), strict=True):
         ids = prefixes.tolist()

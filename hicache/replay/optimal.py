@@ -31,8 +31,8 @@ def optimal_hits(prompts: Sequence[Tokens], capacity: int | None) -> npt.NDArray
     A running prompt is held completely, so none may be longer than `capacity`. The block with the latest next use is
     evicted first (Belady); among equal ones the deepest, because each use of a block also uses the blocks above it.
     """
-    held: dict[int, deque[_Piece]] = {}  # by next use; the deepest piece first
-    latest: list[int] = []  # a heap of the keys of `held`, negated
+    held: dict[int, deque[_Piece]] = {}  # pieces by next use; the deepest piece is first
+    latest: list[int] = []  # a heap of the negated keys of `held`
     hits, num_held = np.zeros(len(prompts), np.int64), 0
     for at, pieces in enumerate(_next_uses(prompts)):
         hits[at] = sum(piece.end - piece.start for piece in held.pop(at, ()))
@@ -64,15 +64,15 @@ def lru_hits_by_size(prompts: Sequence[Tokens], num_warm_up: int = 0) -> npt.NDA
     Computed by stack distance (Mattson et al., IBM Systems Journal 9(2), 1970): a block is a hit if the tier can hold
     the block, the blocks above it in the prompt, and all blocks that were used since.
     """
-    owner = np.full(_num_ids(prompts), -1, np.int64)  # by id: index of the prompt that used it last
+    owner = np.full(_num_ids(prompts), -1, np.int64)  # by id: the index of the prompt that used it last
     used = _FenwickTree(len(prompts))
-    steps = np.zeros(len(owner) + 2, np.int64)  # of hits, from one size to the next
+    steps = np.zeros(len(owner) + 2, np.int64)  # additional hits from one size to the next
     for at, ids in enumerate(prompts):
         for piece in _pieces_of(owner[ids]):
             if piece.at < 0:
                 break
             if at >= num_warm_up:
-                nearest = used.after(piece.at) + piece.start + 1  # the pieces above this one were subtracted before
+                nearest = used.after(piece.at) + piece.start + 1  # the pieces above this one were already subtracted
                 steps[nearest : nearest + piece.end - piece.start] += 1
             used.add(piece.at, piece.start - piece.end)
         owner[ids] = at

@@ -17,7 +17,7 @@ from hicache.replay.curve import CurvePoint
 from hicache.replay.simulation import ReplayResult, ReplaySettings
 from hicache.replay.sweep import Case
 
-OPTIMAL, UNLIMITED = "optimal", "unlimited"  # rows of upper bounds, which have no tiers
+OPTIMAL, UNLIMITED = "optimal", "unlimited"  # names of rows of upper bounds, which have no tiers
 _BOUNDS: dict[str, dict[str, Any]] = {
     OPTIMAL: {"color": "#222222", "linestyle": "--"},
     UNLIMITED: {"color": "#777777", "linestyle": ":"},
@@ -30,9 +30,9 @@ _LINKS = {
     "read": "disk to host",
     "written": "host to disk",
 }
-# The palette of Okabe and Ito, which colour-blind readers can distinguish.
+# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")
-_STYLE = {"axes.grid": True, "svg.hashsalt": "hicache"}  # the salt makes equal results give equal files
+_STYLE = {"axes.grid": True, "svg.hashsalt": "hicache"}  # with a fixed salt, equal results give equal files
 
 
 Cells = dict[str, str]

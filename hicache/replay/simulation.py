@@ -22,7 +22,7 @@ __all__ = ["BlockHits", "CacheSimulation", "Copies", "ReplayResult", "ReplaySett
 
 Counts = npt.NDArray[np.int64]
 Progress = Callable[[int], None]
-_PROGRESS_STEP = 64  # requests between two reports
+_PROGRESS_STEP = 64  # requests between two progress reports
 
 
 @dataclass(frozen=True)

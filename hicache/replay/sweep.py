@@ -56,7 +56,7 @@ class _SweepState:
     num_done: Synchronized[int]
 
 
-_worker: list[_SweepState] = []  # one item in a worker process, none elsewhere
+_worker: list[_SweepState] = []  # has one item in a worker process, none elsewhere
 
 
 def cases_of(settings: Iterable[ReplaySettings], policies: Sequence[str]) -> list[Case]:
@@ -104,8 +104,8 @@ def sweep(
     if min(num_processes, len(cases)) <= 1:
         size = len(trace.requests)
         return [run_case(trace, case, costs, partial(_after, report, at * size)) for at, case in enumerate(cases)]
-    _ = trace.prefixes  # computed once, before the fork: the processes inherit them
-    context = multiprocessing.get_context("fork")  # spawned processes need seconds to import torch
+    _ = trace.prefixes  # computed once before the fork, so that the processes inherit the prefixes
+    context = multiprocessing.get_context("fork")  # spawned processes would need seconds to import torch
     num_done: Synchronized[int] = context.Value("q", 0)
     executor = ProcessPoolExecutor(min(num_processes, len(cases)), context, _start, (trace, costs, num_done))
     try:
@@ -143,11 +143,11 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# In a worker process
+# Functions that run in a worker process
 
 
 def _start(trace: Trace, costs: TierCosts | None, num_done: Synchronized[int]) -> None:
-    torch.set_num_threads(1)  # a fork has no pool of threads, and each processor has its own replay
+    torch.set_num_threads(1)  # a forked process has no pool of threads, and each processor runs its own replay
     gc.freeze()  # exempts the trace and torch from collection, which would take a tenth of a replay
     _worker.append(_SweepState(trace, costs, num_done))
 

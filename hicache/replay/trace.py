@@ -32,9 +32,9 @@ from hicache.console import path_text
 from hicache.errors import ConfigError, TraceError
 
 FORMAT, VERSION = "hicache-trace", 1
-TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # in seconds
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds per unit
 _MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS = 512, 64
-_TEXT_CHARACTERS = 4  # characters of a token, an estimate without a tokenizer
+_TEXT_CHARACTERS = 4  # assumed characters per token, because there is no tokenizer
 _GZIP_MAGIC = b"\x1f\x8b"
 
 

@@ -37,7 +37,7 @@ from hicache.storage.store_folder import last_use_s, remove_store
 from hicache.store_command.reporting import LogCapture, Steps
 
 _DAY_S = 86400
-_SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of a store's identity
+_SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # fields of a store's identity that the summary shows
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def page_filter(layout: PoolLayout, *, is_packed: bool = False) -> PageFilter:
     """The filter for host pages. Packed pages are not compressed: zstd would need a second of CPU time per 0.8 GB."""
     if is_packed:
         return PageFilter("uncompressed")
-    # If buffers differ in element width, use the smallest. A larger one would mix bytes of two buffers' numbers.
+    # If buffers differ in element width, the smallest width is used: a larger one would mix bytes of two buffers'
+    # numbers.
     return PageFilter("byte_shuffle", min(spec.dtype.itemsize for spec in layout.buffers))
 
 

@@ -29,7 +29,7 @@ _PROCESS_METRICS: dict[str, tuple[MetricType, str]] = {
     "used_ratio": ("gauge", "file_bytes over budget_bytes"),
     "drive_writes_per_day": ("gauge", "put_stored_bytes over drive_bytes, of a day, since the store was opened"),
 }
-# By field of `StoreStats`: name of the metric, its type and its help text.
+# Maps fields of `StoreStats` to the name of the metric, its type and its help text.
 _STORE_METRICS: dict[str, tuple[str, MetricType, str]] = {
     "entries": ("stored_pages", "gauge", "pages in the store: of tokens, windows and states"),
     "live_bytes": ("live_bytes", "gauge", "bytes of the stored pages after compression"),
@@ -78,7 +78,7 @@ class StoreTier(StoreClient):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = request.settings
-        # Queued jobs, and jobs that the threads work on.
+        # Number of queued jobs and of jobs that threads work on.
         super().__init__(transport, request, max_jobs=settings.queue_jobs + settings.readers, clock=clock)
         self.name = settings.name
         self.num_readers = settings.readers

@@ -258,7 +258,7 @@ class StoreClient:
 
     @property
     def pid(self) -> int:
-        """Id of the process started for the store; 0 if there is none."""
+        """The id of the process that was started for the store; 0 if there is none."""
         return self._transport.pid
 
     @property
@@ -297,7 +297,7 @@ class StoreClient:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the client expects an answer or has unsent bytes."""
+        """Return whether the client expects an answer or has unsent bytes."""
         expects_message = self.reads.in_flight or self.writes.in_flight or self._lookup or self.state is State.OPENING
         return bool(expects_message or (self._connection is not None and self._connection.unsent))
 
@@ -350,14 +350,14 @@ class StoreClient:
             self._error = error = body.failed()
             if self.state is State.OPENING:
                 self._lose(str(error))
-                self._error = None if self._is_closing else error  # `close` raises only what closing raised
+                self._error = None if self._is_closing else error  # `close` raises only errors of closing
         else:
             done, is_write = body.outcome(kind)
             if self._lookup is not None and not is_write and done.ticket == self._lookup.ticket:
                 self._found = done if isinstance(done, FindDone) else None
                 self._lookup = None
                 return
-            if done.ticket < FIND and not is_write:  # the answer to a lookup that was announced as stalled
+            if done.ticket < FIND and not is_write:  # this is the answer to a lookup that was announced as stalled
                 return
             if isinstance(done, WriteDone) or (isinstance(done, Stalled) and is_write):
                 self.writes.take(done)
@@ -376,7 +376,8 @@ class StoreClient:
         self._lookup = None
         if self._is_closing:
             return
-        is_known = why == self._why or (is_lasting(self._error) and not self.times_lost)  # the latter `open` raises
+        # a lasting error is raised by `open`, so it is not logged
+        is_known = why == self._why or (is_lasting(self._error) and not self.times_lost)
         self.times_lost += 1
         self._retry_at_s = time.monotonic() + self._backoff_s
         name, level = self._request.settings.name, logging.DEBUG if is_known else logging.WARNING

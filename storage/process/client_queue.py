@@ -1,4 +1,4 @@
-"""The reads or the writes that a client of a store process has in flight."""
+"""The reads, or the writes, that a client of a store process has in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JobSender(Protocol):
     """The methods of `StoreClient` that a queue calls."""
 
     def refuses(self, name: str) -> bool:
-        """Whether the process would refuse a job of the queue `name`."""
+        """Return whether the process would refuse a job of the queue `name`."""
         ...
 
     def send_jobs(self, jobs: Sequence[Job]) -> None: ...
@@ -77,14 +77,15 @@ class ClientQueue(Generic[J, D]):
 
     @property
     def num_free(self) -> int:
-        """How many more jobs `submit` accepts. If too many are in flight, 0 unless the process would refuse them."""
+        """Return how many more jobs `submit` accepts. If too many are in flight, this is 0 unless the process would
+        refuse them."""
         return self._capacity - len(self.in_flight) or int(self.refuses())
 
     def refuses(self) -> bool:
         return self._client.refuses(self.name)
 
     def poll(self) -> list[D | Stalled]:
-        """The outcomes since the last call, in order of arrival. Never blocks.
+        """Return the outcomes since the last call, in order of arrival. Never blocks.
 
         A job whose thread or process does not answer in time has two outcomes: `Stalled`, and its answer once no thread
         uses its pages.
@@ -106,7 +107,7 @@ class ClientQueue(Generic[J, D]):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether all jobs in flight were announced as stalled."""
+        """Return whether all jobs in flight were announced as stalled."""
         return len(self._announced) == len(self.in_flight)
 
     def take(self, done: D | Stalled) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from hicache.storage.process.frames import Body, Frames, Kind
 
-_RECEIVE_BYTES = 1 << 16  # the allocator would map and unmap a larger buffer in each call
+_RECEIVE_BYTES = 1 << 16  # bytes of one call; the allocator would map and unmap a larger buffer in each call
 _WAIT_S = 0.5
 
 
@@ -89,7 +89,7 @@ class Connection:
     def _await(self, events: int, seconds: float) -> None:
         descriptor = self.socket.fileno()
         if descriptor >= 0:
-            poller = select.poll()  # select() takes no descriptor from 1024 on
+            poller = select.poll()  # poll is used because select() accepts only descriptors below 1024
             poller.register(descriptor, events)
             poller.poll(1e3 * seconds)
 

@@ -51,13 +51,14 @@ from hicache.storage.slot_file import MAX_KEY_BYTES
 VERSION = 6
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
-_MAX_SHORT_BYTES = 1 << 20  # limit for frames without keys
+_MAX_SHORT_BYTES = 1 << 20  # limit of the length of frames without keys
 _MAX_ERROR_CHARS = 1 << 14
-OWN_MEMORY = 0  # the number of the address space that client and server share when they are one process
+OWN_MEMORY = 0  # number of the address space that client and server share if they are one process
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-_JOB = struct.Struct("<qibdI")  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages
+# the number is, for a find, how many of the keys are `keys` rather than `others`; 1 means: remove all pages
+_JOB = struct.Struct("<qibdI")
 _CANCEL = struct.Struct("<qi")
 _KEEP = struct.Struct("<d")
 _OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or a stalled job is a write; the number: of pages
