@@ -1,5 +1,5 @@
-"""Computing and loading concurrently, compared with the faster of the two, by the reference scheduler; 8B geometry on
-CUDA.
+"""Measures computing and loading concurrently, compared with the faster of the two, with the reference scheduler; 8B
+geometry on CUDA.
 
     equal, slow3, ...  first token of a prompt on a store with the rate of computing, or 3 or 10 times slower or faster;
                        `freezes`: the store hangs after a quarter of the prompt;
@@ -71,7 +71,8 @@ REAL = Sizes(32768, 98304, 8192, 4.0, 2, 8, 1024, 512, _SESSIONS)
 ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 0.0, 1, 4, 1024, 512, _SESSIONS), 5.0
 # Times of an 8B model on an H100: per pass, per token, and per token and position. 98 304 tokens take 7.3 s.
 _PASS_S, _TOKEN_S, _PAIR_S = 0.012, 54e-6, 4.1e-10
-_DISK_TOKEN_S = 92e-6  # our disk: 1.43 GB/s, 128 KiB per token; computing one of 98 304 tokens takes 76e-6 s
+# time per token of a disk of 1.43 GB/s with 128 KiB per token; computing one of 98 304 tokens takes 76e-6 s
+_DISK_TOKEN_S = 92e-6
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Rate:
 
     @property
     def overlaps(self) -> tuple[Variant, ...]:
-        """The ways that are measured in turns with "both"."""
+        """Return the variants that are measured in turns with "both"."""
         return tuple(variant for variant in self.variants if variant == "load" or self.target > 1)
 
 
@@ -171,15 +172,15 @@ class _Case:
         sync(self.served.engine.pool.device)
 
     def request(self, tokens: Tokens, variant: Variant, num_new: int = 1) -> Request:
-        """A request to be submitted now. With `variant` "load" it waits for its complete prefix; with "compute" it
-        finds none."""
+        """Return a request to be submitted now. With `variant` "load" it waits for its complete prefix; with "compute"
+        it finds none."""
         name = self.name(variant)
         if variant == "load":
             self.served.engine.prefetch(name, tokens, mode="wait_complete")
         return Request(name, tokens, num_new, namespace=name if variant == "compute" else "")
 
     def seconds(self, prompts: Sequence[Tokens], variant: Variant) -> float:
-        """Seconds until all requests have their tokens."""
+        """Return the seconds until all requests have their tokens."""
         self.forget()
         scheduler, begin_s = self.served.scheduler(), time.perf_counter()
         for tokens in prompts:
@@ -312,7 +313,7 @@ class _Both:
         return serve_turns(scheduler, turns, self._sizes.sessions, clients)
 
     def _token_s(self, case: _Case, tokens: Tokens, variant: Variant) -> float:
-        """Seconds per output token of four streams while another request waits for its first token."""
+        """Return the seconds per output token of four streams while another request waits for its first token."""
         case.forget()
         sizes, times = self._sizes, list[float]()
         scheduler = case.served.scheduler()

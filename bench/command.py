@@ -70,7 +70,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def find_benches() -> tuple[dict[str, BenchModule], dict[str, str]]:
-    """The benchmarks by name, and the modules that cannot be imported here, with the import error.
+    """Return the benchmarks by name, and the modules that cannot be imported here, with the import error.
 
     A module with some of the four parts but not all is a mistake and raises TypeError; one with none is a helper.
     """
@@ -137,7 +137,7 @@ def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESUL
     try:
         module.run(args, report)
     except AssertionError:
-        print_report(report)  # no file is written, so show the cases measured so far
+        print_report(report)  # no file is written after an interruption, so show the cases measured so far
         raise
     path = report.write(args.resume or args.out)
     print_report(report)

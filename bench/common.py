@@ -78,7 +78,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the samples lie, interpolated linearly between neighbours."""
+    """Return the value below which `percent` of the samples lie, interpolated linearly between neighbours."""
     if not values:
         raise ValueError("no samples")
     ordered = sorted(values)
@@ -188,7 +188,7 @@ class Report:
 
     @classmethod
     def start(cls, bench: str, device: torch.device, command: str, commit: str = "") -> Report:
-        """An empty report with this machine's name, software, commit and the present time (UTC)."""
+        """Return an empty report with this machine's name, software, commit and the present time (UTC)."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         commit = commit or commit_of(ROOT)
         return cls(bench, machine_name(device), software(device), commit, date, command, trees=trees())
@@ -360,8 +360,8 @@ def interleave(
     sync: Callable[[], object] | None = None,
     timer: Timer | None = None,
 ) -> dict[str, list[float]]:
-    """Time `samples` runs of each variant in turns (a b c a b c …), after `warmup` rounds that are not timed; returns
-    the seconds of each variant.
+    """Return the time `samples` runs of each variant in turns (a b c a b c …), after `warmup` rounds that are not
+    timed; returns the seconds of each variant.
 
     Uses the host's clock, with `sync` around each run, unless a `timer` is given; giving both raises ValueError.
     """
@@ -392,7 +392,7 @@ class RawCopy:
 
 
 def raw_copies(device: torch.device, num_bytes: int = 256 << 20) -> dict[str, RawCopy]:
-    """The plain copies that bound a transfer, to be used as variants of `interleave`.
+    """Return the plain copies that bound a transfer, to be used as variants of `interleave`.
 
     CPU: `memcpy`, by default much larger than the caches, with torch's threads, and `memcpy_1thread`. CUDA: `up` and
     `down` between pinned and device memory, `both` concurrently (twice the payload), and `device`, within device

@@ -74,7 +74,7 @@ class Change:
 
 
 def changes(before: Report, after: Report, threshold: float) -> list[Change]:
-    """All cases of both results, in the order of `before`, followed by new cases. `threshold`: a share."""
+    """Return all cases of both results, in the order of `before`, followed by new cases. `threshold`: a share."""
     old = {case.name: case for case in before.cases}
     new = {case.name: case for case in after.cases}
     return [Change(name, old.get(name), new.get(name), threshold) for name in [*old, *(n for n in new if n not in old)]]

@@ -46,11 +46,11 @@ class Calls:
                 return work()
             finally:
                 sys.setprofile(None)
-                self.c.pop()  # the call of setprofile above
+                self.c.pop()  # removes the call of setprofile above
 
     def in_package(self) -> list[Function]:
-        """The calls of functions in source files of hicache, except its benchmarks. Generated code, like the `__init__`
-        of a dataclass, has no source file."""
+        """Return the calls of functions in source files of hicache, except its benchmarks. Generated code, like the
+        `__init__` of a dataclass, has no source file."""
         return [
             function
             for function in self.python
@@ -67,13 +67,13 @@ class Calls:
 
 
 def modules_of(functions: Iterable[Function]) -> set[str]:
-    """The modules, hence source files, that define these functions."""
+    """Return the modules, hence source files, that define these functions."""
     return {function.module for function in functions}
 
 
 def classes_of(functions: Iterable[Function]) -> set[str]:
-    """The classes that define these functions, by module and qualified name. A function inside a method belongs to the
-    class of the method."""
+    """Return the classes that define these functions, by module and qualified name. A function inside a method belongs
+    to the class of the method."""
     methods = ((function.module, function.code.co_qualname.partition(".<locals>")[0]) for function in functions)
     return {f"{module}.{name.rpartition('.')[0]}" for module, name in methods if "." in name}
 

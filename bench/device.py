@@ -63,7 +63,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     device: torch.device = args.device
     samples = args.samples or (30 if device.type == "cuda" else 5)
     torch.manual_seed(0)
-    here = PARTS if ROOT is not None else PARTS[:-1]  # the batch is an example, which only a clone has
+    # the batch is an example, which only a clone of the repository has
+    here = PARTS if ROOT is not None else PARTS[:-1]
     for part in chosen_parts(args, report, here):
         if part == "batch":
             measure_batch(report, samples, device)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def _baseline(out: torch.Tensor) -> Run:
-    """An empty launch, on devices with kernels, and a fill of the result."""
+    """Return an empty launch, on devices with kernels, and a fill of the result."""
     on_cuda = out.device.type == "cuda"
 
     def run() -> None:

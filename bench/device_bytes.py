@@ -23,7 +23,7 @@ HEADS, DIM, LAYERS, PAGE = 8, 128, 32, 64
 ROW_BYTES = HEADS * DIM * 2
 TOKEN_BYTES = 2 * LAYERS * ROW_BYTES
 SIZES = {"2mib": 2 << 20, "64mib": 64 << 20, "512mib": 512 << 20}
-_SLEEP_CYCLES = 400_000  # per run: at least 0.2 ms, longer than the host needs to queue the run
+_SLEEP_CYCLES = 400_000  # cycles to sleep per run: at least 0.2 ms, longer than the host needs to queue the run
 
 Run = Callable[[], object]
 
@@ -94,8 +94,8 @@ def _measure(report: Report, size: str, num_bytes: int, samples: int, device: to
 
 
 def _paged_slots(num_tokens: int, size: int, device: torch.device) -> torch.Tensor:
-    """Slots of `num_tokens` tokens in pages of 64 in random order, without page 0; if `num_tokens` is not a multiple of
-    64, single random slots."""
+    """Return the slots of `num_tokens` tokens in pages of 64 in random order, without page 0; if `num_tokens` is not a
+    multiple of 64, single random slots."""
     if num_tokens % PAGE:
         return torch.randperm(size, device=device)[:num_tokens] + PAGE
     pages = torch.randperm(size // PAGE, device=device)[: num_tokens // PAGE] + 1

@@ -43,10 +43,10 @@ DESCRIPTION = "disk tier: cold reads, compressed reads, writes and lookups, agai
 
 THREADS = 8
 CHANNELS = 1024  # channels of a token of synthetic KV, bf16
-DOCUMENT_BYTES = 8 << 20  # bytes read by one call
+DOCUMENT_BYTES = 8 << 20  # bytes that one call reads
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _SMALL_PAGE = 256
-_NUM_KINDS = 8  # different page contents; in addition, the first 8 bytes of each page are its number
+_NUM_KINDS = 8  # number of different page contents; in addition, the first 8 bytes of each page are its number
 _Fetch: TypeAlias = Callable[[range, PageBuffer], None]
 _Reader: TypeAlias = Callable[[], AbstractContextManager[_Fetch]]
 # Virtual disks grant credit for idle time: a case that always follows the same round of reads would gain or lose up to
@@ -270,7 +270,7 @@ def compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[ran
 
 
 def _bytes_read() -> int:
-    """Bytes that this process has read from the disk so far."""
+    """Return the bytes that this process has read from the disk so far."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 

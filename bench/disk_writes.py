@@ -32,7 +32,7 @@ from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.base import Durability
 
 ALONE_S = 1.0
-_GROUP_BYTES = 56 << 20  # bytes of one commit of a store of 4 GiB or more
+_GROUP_BYTES = 56 << 20  # bytes that one commit of a store of 4 GiB or more writes
 _GROUPS_PER_PUT = 4
 _BLOCK_BYTES = 4096
 _READERS = 4
@@ -124,7 +124,7 @@ def _read_until(
 ) -> None:
     rng = np.random.default_rng(which)
     (page,) = host_pages(1, page_bytes)
-    while not (counts[which] and done.is_set()):  # at least one read
+    while not (counts[which] and done.is_set()):  # read at least once
         target.read(int(rng.integers(num_pages)), page)
         counts[which] += 1
 

@@ -88,8 +88,8 @@ class Forward:
         self._down = weight(shape.mlp, shape.hidden)
 
     def suffix(self, num_tokens: int, *, gather: bool = False) -> Suffix:
-        """A batch of `num_tokens` new tokens, the same at every call. `gather`: gather rows even if the slots are one
-        run.
+        """Return a batch of `num_tokens` new tokens, the same at every call. `gather`: gather rows even if the slots
+        are one run.
 
         ValueError if there are fewer new slots. Waits for the device.
         """
@@ -131,7 +131,8 @@ class Forward:
         return out[0].transpose(0, 1).flatten(1)
 
     def _rows(self, suffix: Suffix, buffer: torch.Tensor, which: int) -> torch.Tensor:
-        """Keys or values of all tokens in order, [P + S, kv_heads, head_dim]: the pool's own rows, or gathered."""
+        """Return the keys or values of all tokens in order, [P + S, kv_heads, head_dim]: the pool's own rows, or
+        gathered."""
         if suffix.start is not None:
             return buffer[suffix.start : suffix.start + len(suffix.slots)]
         words, into = (t.flatten(1).view(torch.int64) for t in (buffer, suffix.gathered[which]))
@@ -142,7 +143,7 @@ class Forward:
         """Causal mask aligned at the last query and key. On CUDA a marker for the flash kernel, which needs no mask in
         memory."""
         if self._pool.device.type == "cuda":
-            from torch.nn.attention.bias import causal_lower_right  # imported here, because that takes seconds
+            from torch.nn.attention.bias import causal_lower_right  # imported here, because importing it takes seconds
 
             return causal_lower_right(num_queries, num_keys)
         return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)

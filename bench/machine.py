@@ -33,7 +33,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def software(device: torch.device) -> dict[str, str]:
-    """Versions of the software that affects a result; packages that are not installed are left out."""
+    """Return the versions of the software that affects a result; packages that are not installed are left out."""
     versions = {"python": platform.python_version(), "hicache": hicache.__version__}
     for name in ("torch", "triton", "numpy", "lmdb", "zstandard"):
         try:
@@ -50,7 +50,8 @@ def software(device: torch.device) -> dict[str, str]:
 
 
 def commit_of(folder: Path | None) -> str:
-    """The commit checked out in `folder`, with "+dirty" when files differ from it; "unknown" without a repository.
+    """Return the commit checked out in `folder`, with "+dirty" when files differ from it; "unknown" without a
+    repository.
 
     Files below bench/results do not count: the first benchmark of a series would make the commit of the rest dirty.
     """
@@ -81,7 +82,7 @@ def _digest(tree: Path) -> str:
 
 
 def _output(command: list[str], folder: Path) -> str | None:
-    """Output of a program; None if it is missing or fails."""
+    """Return the output of a program; None if it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

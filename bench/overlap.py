@@ -1,4 +1,5 @@
-"""How much of a load overlaps with the forward that needs it, and how much it slows other work of the GPU.
+"""Measures how much of a load overlaps with the forward pass that needs it, and how much a load slows other work of the
+GPU.
 
 A prefix lies on the host. A forward of the 8B geometry (bench.forward8b) computes S new tokens over it while the
 transfer loads the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
@@ -47,7 +48,8 @@ DESCRIPTION = "loads behind a forward of the 8B geometry: time hidden, time adde
 PAGE = 64
 CONTIGUOUS = Layout("page64.contiguous", PAGE, PAGE, False)
 RANDOM = Layout("page64.random", PAGE, PAGE, True)
-AGED = Layout("page64.aged", PAGE, PAGE, True, host_run=4, device_run=8)  # as after 9000 requests of a chat service
+# the layout after 9000 requests of a chat service
+AGED = Layout("page64.aged", PAGE, PAGE, True, host_run=4, device_run=8)
 SUFFIXES = (64, 256, 1024, 2048, 4096, 8192)
 RANDOM_SUFFIXES = (1024,)
 
@@ -57,7 +59,7 @@ MATMUL_TARGET = 1.02
 HOST_PREFIX_TARGET = 1.02
 OVERLAP_TARGET = 0.965
 AGED_TARGET = 0.95
-LONG_COMPUTE = 1.2  # compute time over load time from which a load should add no time
+LONG_COMPUTE = 1.2  # ratio of compute time to load time from which a load should add no time
 
 _POISON = -7.0
 _WARM_TOKENS = 1024  # maximum tokens of the warm-up forward before a variant: 75 ms of an 8B model's work
@@ -158,7 +160,8 @@ class Stage:
                 buffer.index_fill_(0, self.setup.slots, _POISON)
 
     def steps(self, suffix: Suffix) -> dict[str, Step]:
-        """The variants of one suffix. Each forward is compared with a forward over the present prefix on the device.
+        """Return the variants of one suffix. Each forward is compared with a forward over the present prefix on the
+        device.
 
         Before each variant a forward runs untimed, because a device that was idle before would have higher clocks.
         """
@@ -198,7 +201,7 @@ class Stage:
             counter.set_consumer(-1)
         self.output = self.forward(suffix)
         counter.set_consumer(-1)
-        op.wait()  # the forward waited for the last layer; only the end of the operation remains
+        op.wait()  # the forward pass waited for the last layer; only the end of the operation remains
         if op.error is not None:
             raise op.error
 
@@ -240,8 +243,8 @@ class Overlap:
         return percentile(self.together, 50)
 
     def hidden(self, runs: Sequence[float]) -> list[float]:
-        """The share of the shorter half that each run hid: 1 all of it, 0 none; below 0 the run took longer than both
-        halves in sequence."""
+        """Return the share of the shorter half that each run hid: 1 all of it, 0 none; below 0 the run took longer than
+        both halves in sequence."""
         return [(self.load + self.compute - run) / min(self.load, self.compute) for run in runs]
 
     def report(self, report: Report, order: Order, *, target: bool) -> None:
@@ -372,7 +375,7 @@ def _time_submit(
         op = backend.load(setup.pages, setup.chosen, load_id)
         elapsed = time.perf_counter() - start
         idle = end is not None and end.query()
-        if on_cuda:  # on a CPU this would wait for the end of the copy
+        if on_cuda:  # on a CPU, this call would wait for the end of the copy
             op.wait_outcome()
         whole = time.perf_counter() - start
         op.wait()
@@ -434,7 +437,7 @@ def measure_during_load(
 
     def measure_during_load() -> float:
         _, op = stage.submit()
-        if on_cuda:  # on a CPU this would wait for the end of the copy
+        if on_cuda:  # on a CPU, this call would wait for the end of the copy
             op.wait_outcome()
         seconds = seconds_of(count)
         outlasted.append(not op.done())

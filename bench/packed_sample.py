@@ -31,7 +31,7 @@ DISTANCES = (
     (8.31e-2, 0.251, 0.274, 0.184, 0.102, 5.32e-2, 2.69e-2, 1.35e-2, 6.75e-3, 3.39e-3, 1.66e-3, 8.48e-4, 4.22e-4,
      2.1e-4, 9.65e-5, 1.02e-4),
 )  # fmt: skip
-_TOP = 128  # a typical largest exponent of a channel
+_TOP = 128  # the typical largest exponent of a channel
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class KvSample:
         return KvSample(self.heads.to(device))
 
     def rows(self, layer: int, which: int, channels: int) -> torch.Tensor:
-        """Keys (`which` 0) or values (1) of a layer: int16 [num_rows, channels]."""
+        """Return the keys (`which` 0) or values (1) of a layer: int16 [num_rows, channels]."""
         count, dim = self.heads.shape[0], self.heads.shape[-1]
         across, found = -(-channels // dim), []
         for column in range(layer * across, (layer + 1) * across):
@@ -63,7 +63,7 @@ class KvSample:
             buffer[slots] = rows[at].view(-1, *buffer.shape[1:])
 
     def escapes(self, format: PackFormat, num_layers: int, channels: int) -> tuple[list[float], float]:
-        """The mean share of keys and of values that escape, then the share of pages that do not fit."""
+        """Return the mean share of keys and of values that escape, then the share of pages that do not fit."""
         limit = (1 << format.bits) - 1
         means, misfits = list[float](), torch.zeros(self.num_rows // TILE_TOKENS)
         for which in range(2):

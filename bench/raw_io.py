@@ -19,7 +19,7 @@ def raw_file(path: Path) -> Iterator[Callable[[int, PageBuffer], None]]:
     """Open a file for reads at an offset into a buffer, by O_DIRECT if the file system supports it."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:  # a file system in memory
+    except OSError:  # the file system is in memory
         file = os.open(path, os.O_RDONLY)
 
     def read(offset: int, into: PageBuffer) -> None:

@@ -31,7 +31,7 @@ NAME = "remote"
 DESCRIPTION = "remote stores on loopback: put and get, against the client's own batch calls with the same buffers"
 
 TARGET = 0.9
-_S3_THREADS = 16  # default of S3PageStore
+_S3_THREADS = 16  # the default number of threads of S3PageStore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

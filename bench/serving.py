@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         # Last, so that side effects of torch.compile in the process affect no other case.
         "compiled": lambda: _decode(report, served, sizes, compiled=True),
     }
-    here = PARTS if args.device.type == "cuda" else PARTS[:-1]  # torch.compile serves captured passes
+    here = PARTS if args.device.type == "cuda" else PARTS[:-1]  # torch.compile is used only for captured passes
     served = random_llama(args.device)
     for part in chosen_parts(args, report, here):
         parts[part]()
@@ -135,7 +135,7 @@ def _decode_steps(engine: Served, batch: int, sizes: Sizes) -> list[float]:
             engine.engine.extend(lease, 1)
         chunks = [Chunk(x, t, x.length - 1, x.length) for x, t in zip(leases, sequences, strict=True)]
         engine.runner.forward(chunks).argmax(-1).tolist()
-        if step >= 3:  # the first captures the graph
+        if step >= 3:  # the first steps capture the graph
             seconds.append(time.perf_counter() - start_s)
     for lease in leases:
         engine.engine.release(lease)
@@ -143,7 +143,7 @@ def _decode_steps(engine: Served, batch: int, sizes: Sizes) -> list[float]:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Maximum bytes per second, read plus written, of a copy within device memory."""
+    """Return the maximum bytes per second, read plus written, of a copy within device memory."""
     source = torch.ones((1 << 30) if device.type == "cuda" else 64 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = interleave({"copy": lambda: target.copy_(source)}, samples=30, timer=timer_for(device))["copy"]
@@ -195,7 +195,7 @@ def _host_case(report: Report, engine: Served, length: int) -> None:
     counter = iter(range(1 << 20))
 
     def ask(kind: str) -> float:
-        """Seconds to the first token of a prompt of the prefix and new random tokens."""
+        """Return the seconds to the first token of a prompt of the prefix and new random tokens."""
         number = next(counter)
         (new,) = prompts(1, NEW_TOKENS, engine.served.vocab, seed=number)
         seconds, output = engine.first_token_s(f"{kind} {number}", np.concatenate([prefix, new]))
@@ -220,7 +220,7 @@ def _host_case(report: Report, engine: Served, length: int) -> None:
 
 
 def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
-    """Seconds of a plain copy of `num_bytes` from pinned memory, extrapolated from at most 1 GiB."""
+    """Return the seconds of a plain copy of `num_bytes` from pinned memory, extrapolated from at most 1 GiB."""
     part = min(num_bytes, 1 << 30)
     host = torch.ones(part, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(part, dtype=torch.uint8, device=device)
@@ -235,7 +235,7 @@ def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
 def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
     final = sizes.turns * (sizes.turn + sizes.answer)
     working_set = sizes.conversations * final
-    device_tokens = max(working_set // 4, 2 * final)  # at least two conversations fit
+    device_tokens = max(working_set // 4, 2 * final)  # at least two conversations must fit
     rates: dict[str, float] = {}
     declined: dict[str, int] = {}
     for kind, host_bytes in (("host", (working_set + 4096) * served.token_bytes), ("none", 0)):
@@ -246,7 +246,7 @@ def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
             host_bytes=host_bytes,
             max_context_len=final + 128,
         ) as engine:
-            _converse(engine, sizes, sizes.conversations // 4, turns=1, seed=99)  # captures the graphs
+            _converse(engine, sizes, sizes.conversations // 4, turns=1, seed=99)  # captures the CUDA graphs
             start = time.perf_counter()
             num_tokens = _converse(engine, sizes, sizes.conversations, sizes.turns, seed=7)
             rates[kind] = num_tokens / (time.perf_counter() - start)

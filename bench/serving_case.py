@@ -94,7 +94,7 @@ class Served:
         return Scheduler(self.engine, self.runner, chunk_tokens=self.chunk_tokens, max_running=max_running, **settings)
 
     def first_token_s(self, request_id: str, tokens: Tokens, namespace: str = "") -> tuple[float, RequestOutput]:
-        """Seconds from the submission of a request to its first token, and its output."""
+        """Return the seconds from the submission of a request to its first token, and its output."""
         scheduler = self.scheduler()
         sync(self.engine.pool.device)
         start = time.perf_counter()

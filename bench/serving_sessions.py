@@ -45,7 +45,7 @@ from hicache.serving.request import RequestOutput
 from hicache.serving.warm_up import warm_up
 
 _MAX_RUNNING = 32
-_MAX_PASS_S = 0.5  # as `hicache serve`
+_MAX_PASS_S = 0.5  # the default of `hicache serve`
 _OVERTAKE_S = 15.0
 _SESSIONS_TARGET, _MEAN_TARGET, _P99_TARGET = 1.0, 0.8, 1.1
 _HOST_TARGET, _POLICY_TARGET, _HOST_P99_TARGET = 1 / 1.8, 0.8, 1.0
@@ -250,7 +250,7 @@ def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes
 
 
 def replayed_hits(turns: Sequence[Turn], sizes: SessionSizes, host_tokens: int) -> dict[str, float]:
-    """The share of blocks that each policy would hit if turns were served in sequence: its value on any GPU."""
+    """Return the share of blocks that each policy would hit if turns were served in sequence: its value on any GPU."""
     trace = trace_of(turns, sizes.scale.block_tokens, sizes.num_warm_up)
     device, host = sizes.device_tokens // trace.block_tokens, host_tokens // trace.block_tokens
     ways = {

@@ -20,12 +20,12 @@ import numpy as np
 
 from hicache.replay.trace import Trace, TraceRequest, read_trace
 
-_AT_ONCE = 16  # concurrent generated sessions
+_AT_ONCE = 16  # number of concurrent generated sessions
 _MEAN_TURNS = 20
 _HEADS = 2
 _PAUSE_TAIL, _TURNS_TAIL = 1.2, 1.5
 _SYSTEM_PROMPTS = 4
-_AHEAD = 64  # next turns in which a client looks for a session without an open request
+_AHEAD = 64  # number of next turns in which a client looks for a session without an open request
 _TOKENS = range(10, 250)  # token ids that every vocabulary has
 
 
@@ -104,7 +104,7 @@ class Prompts:
 
 
 def read_turns(path: Path, scale: Scale) -> list[Turn]:
-    """The first `scale.requests` turns of a trace (`hicache.replay.trace`) with lengths within the scale."""
+    """Return the first `scale.requests` turns of a trace (`hicache.replay.trace`) with lengths within the scale."""
     requests = enumerate(read_trace(path).requests)
     turns = (
         Turn(request.session or f"request {number}", tuple(request.blocks.tolist()))

@@ -57,20 +57,20 @@ NAME = "steps"
 DESCRIPTION = "calls of the scheduler's thread: counts, files and classes of requests, and their times"
 
 T = TypeVar("T")
-DISK_JOB_PAGES = 32  # pages of a job of the disk, for small pages
-STEP_S = 0.01  # interval of polls without events.
+DISK_JOB_PAGES = 32  # pages of one job of the disk, if pages are small
+STEP_S = 0.01  # interval of polls that find no event
 CHUNK_TOKENS = 8192
 PAGE_TOKENS = 64  # tokens of a host page
 FILLED_PAGES = 20_480
 SHORT_TOKENS, LONG_TOKENS = 192, 131_072
-JOIN_COMPUTED_TOKENS = CHUNK_TOKENS  # computed before the join, which finds the other 120k.
+JOIN_COMPUTED_TOKENS = CHUNK_TOKENS  # tokens computed before the join, which finds the other 120k tokens
 TIERS = ("cold", "device", "host", "disk")
 MODES: tuple[PrefetchMode, ...] = ("auto", "wait_complete")
 WAITING = (10, 1000, 10_000)
-COMPARED = 64  # requests that a poll compares again after news, at most
+COMPARED = 64  # maximum requests that a poll compares again after an event
 SAMPLES, TIMED_POLLS = 5, 100
 KEY_BYTES = sys.getsizeof(bytes(32))
-_SETTLED_POLLS = 9  # if the median of their counts is the same twice, no poll has news
+_SETTLED_POLLS = 9  # if the median of the counts of this number of polls is the same twice, polls find no event
 _STATE = StateGeometry(((2,),), (2,), torch.float16, torch.float16)
 MODELS = {
     "full": ModelGeometry(1, 1, 4),
@@ -106,7 +106,7 @@ class GatedStore(ThrottledStore):
 
 
 class SilentStore(GatedStore):
-    """Has every page that it is asked for, and reads none while `gate` is not set."""
+    """A store that reports every page as present, and reads none until `gate` is set."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         return [True] * len(keys)
@@ -139,7 +139,7 @@ class CallMeter:
             self.store.gate.set()
 
     def functions(self, *names: str) -> list[Function]:
-        """The called functions of hicache under these names, or under all."""
+        """Return the called functions of hicache under these names, or under all."""
         return [function for name in names or self._calls for function in self._calls[name].in_package()]
 
 
@@ -175,7 +175,7 @@ def end_transfers(engine: CacheEngine) -> None:
 
 
 def is_idle(engine: CacheEngine) -> bool:
-    """Whether no copy and no job of a store has to be completed by a poll."""
+    """Return whether no copy and no store job is left for a poll to complete."""
     inspect = engine.inspect
     movements = (inspect.copies, *inspect.writes, inspect.prefetcher)
     return not any(movement is not None and movement.is_busy() for movement in movements)
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     loads = [os.getloadavg()[0]]
     for model in MODELS:
-        three_requests(model)  # once, so that caches of the process are filled
+        three_requests(model)  # run once, so that caches of the process are filled
         _report_requests(report, model, three_requests(model))
     _report_prompt(report, LONG_TOKENS)
     _report_join(report, LONG_TOKENS)
@@ -255,7 +255,8 @@ def _compute(meter: Meter, engine: CacheEngine, name: str, lease: Lease, tokens:
 
 
 def three_requests(model: str) -> CallMeter:
-    """The calls of a miss, of a commit with its backup and its write, and of a prefetch from the disk with its load."""
+    """Return the calls of a miss, of a commit with its backup and its write, and of a prefetch from the disk with its
+    load."""
     meter, tokens = CallMeter(), _tokens(0, SHORT_TOKENS)
     sizes = {"device_tokens": 1024, "host_bytes": 1 << 16, "max_context_len": 1024}
     pages = {"page_size": 16, "host_page_size": 16, "mamba_chunk_tokens": 16}
@@ -436,7 +437,7 @@ def waiting_requests(mode: PrefetchMode, number: int) -> Iterator[CacheEngine]:
 
 
 def calls_of_poll(engine: CacheEngine) -> int:
-    """The calls of a poll one step after the last."""
+    """Return the calls of a poll one step after the last."""
     time.sleep(STEP_S)
     calls = Calls()
     calls.record(engine.poll)
@@ -459,15 +460,15 @@ def _report_polls(report: Report, mode: PrefetchMode, number: int) -> None:
 
 
 def page_bookkeeping_bytes() -> float:
-    """The bytes that one more host page takes, with its key. Two engines of different sizes are compared, whose pages
-    are all on the host and in the store, and not on the device."""
-    _bookkeeping_bytes(CHUNK_TOKENS // PAGE_TOKENS)  # once, so that imports are not measured
+    """Return the bytes that one more host page takes, with its key. Two engines of different sizes are compared, whose
+    pages are all on the host and in the store, and not on the device."""
+    _bookkeeping_bytes(CHUNK_TOKENS // PAGE_TOKENS)  # run once, so that imports are not measured
     small, large = (_bookkeeping_bytes(num_pages) for num_pages in (FILLED_PAGES // 2, FILLED_PAGES))
     return (large - small) / (FILLED_PAGES // 2)
 
 
 def _bookkeeping_bytes(num_pages: int) -> int:
-    """Bytes that Python and numpy allocate for an engine whose `num_pages` host pages are all filled."""
+    """Return the bytes that Python and numpy allocate for an engine whose `num_pages` host pages are all filled."""
     sizes = {
         "device_tokens": 2 * CHUNK_TOKENS,
         "host_bytes": num_pages * PAGE_TOKENS * 16,

@@ -88,7 +88,7 @@ LAYOUTS = [
 
 
 def shuffled_runs(rng: np.random.Generator, count: int, mean_run: int) -> npt.NDArray[np.int64]:
-    """Ids 0 to `count` - 1, divided into runs of 1 to 2 * `mean_run` - 1 ids, in random order."""
+    """Return the ids 0 to `count` - 1, divided into runs of 1 to 2 * `mean_run` - 1 ids, in random order."""
     ends = np.cumsum(rng.integers(1, 2 * mean_run, count))
     runs = np.split(np.arange(count), ends[ends < count])
     return np.concatenate([runs[at] for at in rng.permutation(len(runs))])
@@ -141,12 +141,12 @@ class TransferSetup:
         block = shuffled_runs(rng, blocks, layout.device_run) if layout.scattered else np.arange(blocks)
         block = block[: tokens // layout.device_page] + 1
         slots = (block[:, None] * layout.device_page + np.arange(layout.device_page)).reshape(-1)
-        self.chosen = torch.from_numpy(slots)  # on the host, as an engine's allocator returns them
+        self.chosen = torch.from_numpy(slots)  # in host memory, as an engine's allocator returns them
         self.slots = self.chosen.to(device)
         half = tokens // 2 // layout.host_page
         self.halves = (self.pages[:half], self.pages[half:])
         self.num_bytes = tokens * self.pool.layout.token_bytes
-        self.up_seconds: list[float] = []  # seconds of loads during stores of the same size
+        self.up_seconds: list[float] = []  # seconds of loads that run concurrently with stores of the same size
 
     def up(self, pages: torch.Tensor, slots: torch.Tensor) -> TransferOp:
         assert self.counter.can_begin()

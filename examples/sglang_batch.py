@@ -90,7 +90,7 @@ class Model:
         return x
 
     def next_tokens(self, hidden: torch.Tensor) -> list[int]:
-        """The most likely token after each row of hidden states. Waits for the device."""
+        """Return the most likely token after each row of hidden states. Waits for the device."""
         return (F.rms_norm(hidden, hidden.shape[1:]) @ self.head).argmax(-1).tolist()
 
 
@@ -213,7 +213,7 @@ class Server:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.retracted: deque[Request] = deque()
-        self.chunked: Request | None = None  # the request whose prompt is partly computed
+        self.chunked: Request | None = None  # the request whose prompt is only partly computed
         self.counts = dict.fromkeys(("cached", "prefilled", "generated", "retracted", "restored"), 0)
 
     def serve(self, requests: Sequence[Request]) -> None:
@@ -300,7 +300,7 @@ class Server:
             self._generated(req, token)
 
     def _num_short(self) -> int:
-        """Tokens that the next decode step lacks."""
+        """Return the tokens that the next decode step lacks."""
         pages = sum(req.kv_committed_len % self.page_size == 0 for req in self.running)
         return max(0, pages * self.page_size - self.allocator.available_size() - self.tree.evictable_size())
 

@@ -14,7 +14,7 @@ import torch
 
 from hicache.pages.key import PageHasher
 
-PAGE, ROW = 4, 3  # tokens of a page, numbers of a token
+PAGE, ROW = 4, 3  # number of tokens of a page; number of elements of a token
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class TreeNode:
     last_use: int = 0
 
     def path(self) -> list[TreeNode]:
-        """The node and its ancestors, deepest first. `hicache/pages/node.py: TreeNode.path`"""
+        """Return the node and its ancestors, deepest first. `hicache/pages/node.py: TreeNode.path`"""
         return [] if self.parent is None else [self, *self.parent.path()]
 
     def lock(self, change: int = 1) -> None:
@@ -50,8 +50,8 @@ class TierPages:
         self.held: OrderedDict[bytes, int] = OrderedDict()  # the least recently used page is the first
 
     def held_end(self, keys: list[bytes], start: int) -> int:
-        """Index after the consecutive pages from `start` on that are on the host.
-        `hicache/flow/located.py: Located.host_end`"""
+        """Return the index after the consecutive pages from `start` on that are on the host. `hicache/flow/located.py:
+        Located.host_end`"""
         return next((at for at in range(start, len(keys)) if keys[at] not in self.held), len(keys))
 
     def reserve(self, key: bytes, keep: set[bytes]) -> int | None:
@@ -95,14 +95,14 @@ class TinyEngine:
     `hicache/engine.py: CacheEngine`"""
 
     def __init__(self, num_slots: int, num_pages: int) -> None:
-        self.device = torch.zeros(num_slots + 1, ROW)  # slot 0 and page 0 are sinks for padding
+        self.device = torch.zeros(num_slots + 1, ROW)  # slot 0 and page 0 absorb writes of padding
         self.host = torch.zeros(num_pages + 1, PAGE, ROW)
         self.free = list(range(1, num_slots + 1))
         self.root = TreeNode()
         self.pages = TierPages(num_pages)
         self.hasher = PageHasher(b"model, dtype, layout", PAGE)
         self.clock = count(1)
-        self.copies: deque[tuple[TreeNode, int]] = deque()  # to the host, in flight
+        self.copies: deque[tuple[TreeNode, int]] = deque()  # copies to the host that are in flight
 
     def admit(self, tokens: np.ndarray) -> Lease | None:
         """Admit a request; None, without any change, if the device has too few free slots.
@@ -129,8 +129,8 @@ class TinyEngine:
         return lease
 
     def match(self, keys: list[bytes]) -> tuple[TreeNode, torch.Tensor]:
-        """The last node of the longest prefix on the device, and the prefix's slots.
-        `hicache/pages/tree.py: RadixTree.match`"""
+        """Return the last node of the longest prefix on the device, and the prefix's slots. `hicache/pages/tree.py:
+        RadixTree.match`"""
         node, slots = self.root, [self.root.slots]
         for key in keys:
             if key not in node.children:
@@ -158,10 +158,10 @@ class TinyEngine:
         """Give the lease's page at `start` to the tree. `hicache/pages/tree.py: RadixTree.insert`"""
         key, ours = lease.keys[start // PAGE], lease.slots[start : start + PAGE].clone()
         node = lease.node.children.setdefault(key, TreeNode(key, ours, lease.node))
-        if node.slots is not ours:  # another request was first: its slots are used, and ours are free
+        if node.slots is not ours:  # another request was first, so its slots are used and this request's are freed
             lease.slots[start : start + PAGE] = node.slots
             self.free += ours.tolist()
-        node.locks += 1  # its ancestors already have the lease's lock
+        node.locks += 1  # the ancestors of this node already have the lease's lock
         lease.node, lease.tree_len = node, start + PAGE
 
     def backup(self, node: TreeNode) -> None:
@@ -186,8 +186,8 @@ class TinyEngine:
             node.lock(-1)
 
     def evictable(self) -> list[TreeNode]:
-        """The unlocked nodes, parents first.
-        `hicache/pages/tree.py: RadixTree.evictable` keeps a count instead."""
+        """Return the unlocked nodes, parents first. `hicache/pages/tree.py: RadixTree.evictable` keeps a count
+        instead."""
         nodes = [*self.root.children.values()]
         for node in nodes:
             nodes.extend(node.children.values())
@@ -205,7 +205,7 @@ class TinyEngine:
     def release(self, lease: Lease) -> None:
         """End a request: count its prefix as used, and free its own slots.
         `hicache/flow/commit.py: Commit.release`"""
-        for node in lease.node.path():  # the deepest node becomes the least recently used
+        for node in lease.node.path():  # in this order, the deepest node becomes the least recently used one
             node.last_use = next(self.clock)
         lease.node.lock(-1)
         self.pages.use(lease.keys)
@@ -223,7 +223,7 @@ def serve(engine: TinyEngine, name: str, tokens: np.ndarray) -> None:
     lease, truth = engine.admit(tokens), kv_of(tokens)
     assert lease is not None, "nobody else holds anything"
     start = sum(lease.hit)
-    engine.device[lease.slots[start:]] = truth[start:]  # the forward pass
+    engine.device[lease.slots[start:]] = truth[start:]  # this assignment stands for the forward pass
     assert torch.equal(engine.device[lease.slots], truth), "what came from the cache is what was computed"
     engine.commit(lease)
     engine.release(lease)

@@ -26,7 +26,7 @@ def serve(engine: CacheEngine, runner: ModelRunner, prompts: dict[str, np.ndarra
             try:
                 lease = engine.acquire(CacheRequest(waiting[0], prompts[waiting[0]]))
             except ResourceExhausted:
-                break  # no slots, or its prefetch is in flight: retry in a later step
+                break  # there are no free slots, or the prefetch is in flight: retry in a later step
             running[waiting.popleft()] = (lease, list(prompts[lease.request_id]), lease.cached_len)
         chunks: list[Chunk] = []
         for lease, tokens, start in list(running.values()):

@@ -39,7 +39,8 @@ _DECIMAL = ("", "k", "M", "G", "T")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size like '512MiB', '2GB' or '100000', in decimal or binary units. A fraction of a byte is cut off."""
+    """Return the bytes of a size like '512MiB', '2GB' or '100000', in decimal or binary units. A fraction of a byte is
+    cut off."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise _not_a_size(text)
@@ -95,7 +96,7 @@ def drop_output() -> None:
 
 
 def sized(num_bytes: int) -> str:
-    """A size that is readable and exact: `3.2 GiB (3435973836 bytes)`. Below 1 KiB only the bytes."""
+    """Return a size that is readable and exact: `3.2 GiB (3435973836 bytes)`. Below 1 KiB only the bytes."""
     if num_bytes < 1024:
         return f"{num_bytes} bytes"
     power = min(len(_BINARY), (num_bytes.bit_length() - 1) // 10)
@@ -103,12 +104,12 @@ def sized(num_bytes: int) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    """A number of GiB for a column: `1,234.50`."""
+    """Return a number of GiB for a column: `1,234.50`."""
     return f"{num_bytes / (1 << 30):,.2f}"
 
 
 def scaled(value: float, unit: str = "") -> str:
-    """A decimal number with a prefix: `950`, `12.3 k`, with a unit `12.3 GB`. For rates."""
+    """Return a decimal number with a prefix: `950`, `12.3 k`, with a unit `12.3 GB`. For rates."""
     power = 0
     while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
         value, power = value / 1000, power + 1
@@ -117,12 +118,12 @@ def scaled(value: float, unit: str = "") -> str:
 
 
 def counted(number: int | None) -> str:
-    """A whole number: `1,234`. None means no limit: `unlimited`."""
+    """Return a whole number: `1,234`. None means no limit: `unlimited`."""
     return "unlimited" if number is None else f"{number:,}"
 
 
 def percent(share: float | None) -> str:
-    """A share in percent: `12.3%`. None: `-`."""
+    """Return a share in percent: `12.3%`. None: `-`."""
     return NONE if share is None else f"{share:.1%}"
 
 
@@ -132,7 +133,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units: `42 s`, `3 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
+    """Return a duration in its two largest units: `42 s`, `3 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
     for large, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:
             return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
@@ -154,7 +155,7 @@ def table(
     title: str = "",
     framed: bool = True,
 ) -> Table:
-    """A table with names left-aligned in the first column and figures right-aligned in the others.
+    """Return a table with names left-aligned in the first column and figures right-aligned in the others.
 
     A row None begins a new section. Markup in texts is not interpreted. `framed`: draw lines; False: a plain table that
     can be placed next to another table.
@@ -181,8 +182,8 @@ def table(
 
 
 def new_console(file: IO[str] | None = None) -> Console:
-    """The console that writes to `file`, by default stdout. Lines are folded only on a terminal. Raises BrokenPipeError
-    if the reader has closed the pipe."""
+    """Return the console that writes to `file`, by default stdout. Lines are folded only on a terminal. Raises
+    BrokenPipeError if the reader has closed the pipe."""
     from rich.console import Console
 
     class Raising(Console):
@@ -238,8 +239,8 @@ def progress(what: str, *, is_shown: bool = True) -> Iterator[Step]:
 
 
 def path_text(given: object) -> str:
-    """The file system path that a user gave, as text. `~` is expanded, file:///path becomes /path, and bytes that are
-    not UTF-8 are kept. Raises ConfigError with the reason if it is not a path."""
+    """Return the file system path that a user gave, as text. `~` is expanded, file:///path becomes /path, and bytes
+    that are not UTF-8 are kept. Raises ConfigError with the reason if it is not a path."""
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
         raise ConfigError("must be text")
@@ -274,7 +275,8 @@ def path_of(text: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a user's file. Raises ConfigError with the file's name if it cannot be read or is not UTF-8."""
+    """Return the text of a user's file. Raises ConfigError with the file's name if it cannot be read or is not
+    UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -313,7 +315,7 @@ def _is_special(path: Path) -> bool:
 
 
 def _text(text: str) -> Text:
-    """Text for rich, without markup and without control sequences."""
+    """Return the text for rich, without markup and without control sequences."""
     from rich.text import Text
 
     return Text(printable(text))

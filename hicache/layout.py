@@ -88,7 +88,7 @@ class PoolLayout:
         return tuple(self.device_page_size if spec.per == "page" else 1 for spec in self.specs_of(layer))
 
     def layer_bytes(self, layer: int, page_tokens: int) -> int:
-        """Bytes of one layer (a global id) of one page."""
+        """Return the bytes of one layer (a global id) of one page."""
         return sum(s.rows(page_tokens, self.device_page_size) * s.row_bytes for s in self.specs_of(layer))
 
     def layer_offset(self, index: int, page_tokens: int) -> int:

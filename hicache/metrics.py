@@ -57,7 +57,7 @@ def pool_stats(total_tokens: int, available_tokens: int, page_size: int) -> Pool
 
 
 def memory_pressure(utilization: float) -> Pressure:
-    """The level of a utilization: "critical" above 0.95, "high" above 0.85, "medium" above 0.7, else "low"."""
+    """Return the level of a utilization: "critical" above 0.95, "high" above 0.85, "medium" above 0.7, else "low"."""
     if utilization > 0.95:
         return "critical"
     if utilization > 0.85:
@@ -161,14 +161,14 @@ class Metrics:
         self._reads: list[Callable[[], Mapping[str, float]]] = []
 
     def counter(self, name: str, help: str, family: str = "", **labels: str) -> Counter:
-        """A new counter for `name`. Each thread that counts needs its own."""
+        """Return a new counter for `name`. Each thread that counts needs its own."""
         series, counter = self._owned(_info(name, "counter", help, family, labels), name), Counter()
         # This is a new list, because a snapshot in another thread may iterate over the old one.
         series.counters = [*series.counters, counter]
         return counter
 
     def histogram(self, name: str, help: str, family: str = "", **labels: str) -> Histogram:
-        """A new histogram of bytes or seconds for `name`. Each thread that observes needs its own."""
+        """Return a new histogram of bytes or seconds for `name`. Each thread that observes needs its own."""
         bounds = {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
         if bounds is None:
             raise ValueError(f"metric {name}: histograms are of bytes or seconds")
@@ -202,7 +202,7 @@ class Metrics:
         self._reads = [*self._reads, read]
 
     def snapshot(self) -> dict[str, MetricValue]:
-        """All values by name, sorted. Counters and histograms are summed over their threads."""
+        """Return all values by name, sorted. Counters and histograms are summed over their threads."""
         values: dict[str, MetricValue] = {
             name: series.value for name, series in self._series.copy().items() if not series.is_read
         }
@@ -211,11 +211,11 @@ class Metrics:
         return dict(sorted(values.items()))
 
     def describe(self) -> dict[str, MetricInfo]:
-        """The description of each metric by name, sorted."""
+        """Return the description of each metric by name, sorted."""
         return {name: series.info for name, series in sorted(self._series.copy().items())}
 
     def _owned(self, info: MetricInfo, name: str) -> _Series:
-        """The series of a metric whose values belong to threads."""
+        """Return the series of a metric whose values belong to threads."""
         series = self._series.get(name)
         if series is None:
             series = self._series[name] = _Series(info)
@@ -225,7 +225,7 @@ class Metrics:
 
 
 def joined_help(members: Iterable[MetricInfo]) -> str:
-    """The help text of a family: that of its members. If they differ, each text with its labels."""
+    """Return the help text of a family: that of its members. If they differ, each text with its labels."""
     helps = {", ".join(info.labels.values()): info.help for info in members}
     if len({*helps.values()}) == 1:
         return next(iter(helps.values()))

@@ -19,7 +19,7 @@ def on_first_use(package: str, namespace: dict[str, object]) -> tuple[Callable[[
 
     @functools.cache
     def modules() -> dict[str, str]:
-        """The module of each public name."""
+        """Return the module of each public name."""
         stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
         imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
         return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -40,8 +40,8 @@ DISK: Final = Store("disk", 2, "")
 
 
 def own(value: torch.Tensor) -> torch.Tensor:
-    """A copy of slots or pages. Large copies on the CPU use numpy on one thread: torch would wake other threads and
-    wait for them."""
+    """Return a copy of slots or pages. Large copies on the CPU use numpy on one thread: torch would wake other threads
+    and wait for them."""
     if not value.is_cpu or value.numel() < _SERIAL_IDS:
         return value.clone()
     return torch.from_numpy(value.numpy().copy())

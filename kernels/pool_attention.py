@@ -99,7 +99,7 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HAS_MAP: tl.constexpr, SOFTCAP: tl.constexpr, BOUND: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The block has keys [k_start, k_start + BLOCK_KEYS). Those from k_end on, and those that a row does not see, are
+    # The block has keys [k_start, k_start + BLOCK_KEYS). Keys from k_end on, and keys that a row does not see, are
     # masked.
     keys = k_start + tl.arange(0, BLOCK_KEYS)
     column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)

@@ -313,7 +313,7 @@ class Index:
             return int(txn.stat(self._pages)["entries"])
 
     def num_bytes(self) -> int:
-        """The size of a sealed copy of the index, in bytes."""
+        """Return the size of a sealed copy of the index, in bytes."""
         with self._lock, self._env.begin() as txn:
             stats = [txn.stat(table) for table in (self._pages, self._slots)]
         pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)

@@ -172,8 +172,8 @@ class Slots:
             self.trim()
 
     def missing_bytes(self, needed: Mapping[SlotLength, int], max_bytes: int) -> int:
-        """Bytes by which the slots would exceed `max_bytes` with the `needed` free slots, after all segments without
-        pages became holes."""
+        """Return the bytes by which the slots would exceed `max_bytes` with the `needed` free slots, after all segments
+        without pages became holes."""
         total_bytes = sum(length.slot_bytes * n for length, n in needed.items() if length not in self._slots)
         for length, slots in self._slots.items():
             count = max(needed.get(length, 0), len(slots.free) - len(slots.reclaimable))

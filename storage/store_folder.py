@@ -41,7 +41,7 @@ def store_name(identity: Mapping[str, str | int], page_sizes: Sequence[int]) -> 
 
 
 def is_store_name(name: str) -> bool:
-    """Whether `store_name` made the name. Stores with other names belong to users and are never removed."""
+    """Return whether `store_name` made the name. Stores with other names belong to users and are never removed."""
     return _NAME.fullmatch(name) is not None
 
 

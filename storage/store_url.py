@@ -34,7 +34,7 @@ class StoreUrl:
     given: Mapping[str, str]
 
     def __str__(self) -> str:
-        """The URL without user, password and options."""
+        """Return the URL without user, password and options."""
         port = f":{self.port}" if self.port else ""
         return f"{self.scheme}://{self.host}{port}{self.path}"
 
@@ -81,7 +81,7 @@ class StoreUrl:
 
 
 def scheme_of(url: str) -> str:
-    """Scheme of a URL in lower case. Raises `StoreError`."""
+    """Return the scheme of a URL in lower case. Raises `StoreError`."""
     match = re.match(_SCHEME, url, re.IGNORECASE | re.ASCII)
     if match is None:
         raise StoreError("a store's URL begins with its scheme, like lmdb:///path or s3://bucket")

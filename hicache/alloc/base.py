@@ -145,7 +145,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._apply_free(joined(group))
 
     def available_size(self) -> int:
-        """Number of tokens that can be allocated now.
+        """Return the number of tokens that can be allocated now.
 
         Waits for the device only if it is still counting the pages of an earlier `free`.
         """

@@ -140,7 +140,7 @@ def _publisher(config: EngineConfig, events: EventLog, metrics: Metrics) -> Even
 def _present(
     config: EngineConfig, model: ModelGeometry | KVCache, components: Sequence[type[CacheComponent]]
 ) -> dict[type[CacheComponent], TreeComponent]:
-    """The components of the model and `components`, each with its component of the tree."""
+    """Return the components of the model and `components`, each with its component of the tree."""
     of_model = {kind: kind.tree_component_for(config, model) for kind in (*COMPONENTS, *components)}
     present = {kind: found for kind, found in of_model.items() if found is not None}
     names = [found.name for found in present.values()]
@@ -241,7 +241,7 @@ def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.de
 
 
 def _full_page_tokens(config: EngineConfig) -> int:
-    """Tokens of the device tier, in complete device pages."""
+    """Return the tokens of the device tier, in complete device pages."""
     return config.device_tokens // config.page_size * config.page_size
 
 
@@ -252,8 +252,8 @@ def _links(
     watch: HostWatch | None,
     is_exclusive: bool,
 ) -> dict[Component, HostLink]:
-    """The connection of each component between device and host. `watch`: is notified when the host stores or evicts
-    full pages. `is_exclusive`: the host evicts first the pages that the device has."""
+    """Return the connection of each component between device and host. `watch`: is notified when the host stores or
+    evicts full pages. `is_exclusive`: the host evicts first the pages that the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -312,7 +312,7 @@ def _num_rows(config: EngineConfig, host: HostPagePool, *, has_device_pages: boo
 
 
 def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:
-    """The caller's pool. Raises ConfigError unless its sizes and dtype equal those of the settings."""
+    """Return the caller's pool. Raises ConfigError unless its sizes and dtype equal those of the settings."""
     if len(pool.slot_spaces) > 1:
         raise ConfigError(
             f"{type(pool).__name__} needs to be wired at both its ends; pass the model's ModelGeometry instead"
@@ -332,8 +332,8 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
 
 
 def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> BaseTokenToKVPoolAllocator:
-    """The slot allocator. It chooses slots on the CPU, so that copies know which slots are contiguous; slots of windows
-    are chosen where the full slots are."""
+    """Return the slot allocator. It chooses slots on the CPU, so that copies know which slots are contiguous; slots of
+    windows are chosen where the full slots are."""
     if isinstance(pool, SWAKVPool):
         sizes = (pool.size, pool.size_swa, config.page_size)
         return SWATokenToKVPoolAllocator(*sizes, pool.dtype, device, pool, need_sort=True)
@@ -345,8 +345,8 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
 def build_transfer(
     config: EngineConfig, pool: KVCache | SlotSpace, host: HostPagePool | None, packer: PagePacker | None = None
 ) -> tuple[TransferBackend | None, LayerTransferCounter]:
-    """The transfer backend for the pool's device, and the layer counter that it reports to. Without a host tier the
-    backend is None. `packer`: packs the pages of `host`."""
+    """Return the transfer backend for the pool's device, and the layer counter that it reports to. Without a host tier
+    the backend is None. `packer`: packs the pages of `host`."""
     layers, on_cuda = pool.layout.layers, pool.device.type == "cuda"
     counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
     if host is None:

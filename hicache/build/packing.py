@@ -29,15 +29,15 @@ _FORMATS = {"3": THREE_BITS, "4": FOUR_BITS}
 
 
 def configured_format(config: EngineConfig) -> PackFormat | None:
-    """The format that the settings request for pools that can be packed; None: raw."""
+    """Return the format that the settings request for pools that can be packed; None: raw."""
     if config.kv_packing == "auto":
         return FOUR_BITS if config.device.startswith("cuda") else None
     return _FORMATS.get(config.kv_packing)
 
 
 def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_tokens: int) -> PagePacker | None:
-    """The packer of a component's host pages; None: they stay raw. Raises ConfigError if the settings request packing
-    and the pages cannot be packed."""
+    """Return the packer of a component's host pages; None: they stay raw. Raises ConfigError if the settings request
+    packing and the pages cannot be packed."""
     pack_format = configured_format(config)
     if pack_format is None or name not in (FULL, SWA):
         return None
@@ -60,7 +60,7 @@ def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_toke
 
 
 def place_bytes(packer: PagePacker) -> int:
-    """Bytes of a packed host page, aligned."""
+    """Return the bytes of a packed host page, aligned."""
     return _aligned(packer.page_bytes)
 
 
@@ -72,8 +72,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 def page_bytes(config: EngineConfig, row_dims: Sequence[int], num_layers: int) -> int:
-    """Bytes of a host page of an engine before it is built. `row_dims`: elements of a token in each buffer of a
-    layer."""
+    """Return the bytes of a host page of an engine before it is built. `row_dims`: elements of a token in each buffer
+    of a layer."""
     tokens, pack_format, dtype = config.host_page_size, configured_format(config), config.torch_dtype
     raw_bytes = num_layers * tokens * sum(row_dims) * dtype.itemsize
     is_power = tokens & (tokens - 1) == 0 and tokens >= PagePacker.LEAST_TOKENS

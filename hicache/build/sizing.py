@@ -53,8 +53,8 @@ class RowBytes:
 
 
 def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
-    """Bytes that the pools of a model store in `dtype`. If every layer has a window, the first layer keeps all
-    tokens."""
+    """Return the bytes that the pools of a model store in `dtype`. If every layer has a window, the first layer keeps
+    all tokens."""
     (full_dims, num_full), (window_dims, num_window) = _rows_of(geometry)
     state_bytes = 0
     if (state := geometry.state) is not None:
@@ -68,7 +68,7 @@ def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
 
 
 def host_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> dict[Component, int]:
-    """Bytes of a host page of each component of a model, packed if the settings say so, and of a state. The
+    """Return the bytes of a host page of each component of a model, packed if the settings say so, and of a state. The
     configuration must have a dtype."""
     full, window = _rows_of(geometry)
     found = {FULL: packing.page_bytes(config, *full)}
@@ -80,7 +80,8 @@ def host_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> dict[Compo
 
 
 def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int) -> EngineConfig:
-    """The configuration with a number for every size. `available`: bytes of memory that this process may allocate.
+    """Return the configuration with a number for every size. `available`: bytes of memory that this process may
+    allocate.
 
     Raises `ConfigError` and `OutOfMemory` if a given size does not fit, or if a disk tier would have no host tier.
     """
@@ -106,8 +107,8 @@ def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int
 
 
 def window_tokens(config: EngineConfig, window: int, rows: RowBytes) -> int:
-    """Slots of the window layers, in complete device pages. Raises `ConfigError` if the configured number is too
-    small."""
+    """Return the slots of the window layers, in complete device pages. Raises `ConfigError` if the configured number is
+    too small."""
     size, page = _full_pages(config.device_tokens, config.page_size), config.cache_page_size
     minimum = min(size, 2 * (window + page))
     if config.window_tokens:
@@ -133,14 +134,14 @@ def mamba_size(config: EngineConfig, rows: RowBytes) -> int:
 
 
 def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
-    """Bytes of the device tier. Every pool has an additional page, or state, as a sink for padding."""
+    """Return the bytes of the device tier. Every pool has an additional page, or state, as a sink for padding."""
     tokens, page = _full_pages(config.device_tokens, config.page_size), config.page_size
     window = (config.window_tokens + page) * rows.window
     return (tokens + page) * rows.full + window + (config.mamba_size + 1) * rows.state
 
 
 def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:
-    """Bytes of the host tier; 0: none. `minimum`: bytes of one page and one sink page of each pool."""
+    """Return the bytes of the host tier; 0: none. `minimum`: bytes of one page and one sink page of each pool."""
     on_cuda = config.device.startswith("cuda")
     if config.host_bytes == "free":
         return free_bytes("host_bytes", max(0, available - (0 if on_cuda else device_bytes)), minimum)
@@ -166,7 +167,7 @@ def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available:
 
 
 def host_states(config: EngineConfig, total: int, page_bytes: int, state_bytes: int) -> int:
-    """Number of recurrent states of a host tier of `total` bytes that also holds pages of `page_bytes`."""
+    """Return the number of recurrent states of a host tier of `total` bytes that also holds pages of `page_bytes`."""
     if config.host_states:
         return config.host_states
     by_bytes, by_pages = total // (1 + _KV_PER_CACHED) // state_bytes, total // (page_bytes + state_bytes)
@@ -174,8 +175,8 @@ def host_states(config: EngineConfig, total: int, page_bytes: int, state_bytes: 
 
 
 def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states: int | None) -> dict[str, int]:
-    """Bytes of each host pool, by component: the configured states, and equally many pages of all other components. The
-    configuration is resolved.
+    """Return the bytes of each host pool, by component: the configured states, and equally many pages of all other
+    components. The configuration is resolved.
 
     `page_bytes`: of a page of each pool. `num_states`: recurrent states; None without such a pool.
     """

@@ -57,8 +57,8 @@ def build_stores(
     *,
     tells_removed: bool,
 ) -> dict[Store, StoreTier]:
-    """The store tiers of an engine, in the order in which reads ask them. `given`: stores of the caller, who closes
-    them. `tells_removed`: replies to writes name the pages that the disk removed."""
+    """Return the store tiers of an engine, in the order in which reads ask them. `given`: stores of the caller, who
+    closes them. `tells_removed`: replies to writes name the pages that the disk removed."""
     if config.disk is None and config.remote is None and not given:
         return {}
     pages, stores = _HostPages(config, links), dict[Store, StoreTier]()
@@ -79,8 +79,8 @@ def build_stores(
 
 
 def given_stores(config: EngineConfig, store: PageStore | None, remote: PageStore | None) -> dict[Store, PageStore]:
-    """The caller's stores. Raises ConfigError if the settings describe the same tier, or if the engine cannot use
-    stores."""
+    """Return the caller's stores. Raises ConfigError if the settings describe the same tier, or if the engine cannot
+    use stores."""
     if store is not None and config.disk is not None:
         raise ConfigError(f"the engine is given a store and disk path={config.disk.path}; give one of them")
     if remote is not None and config.remote is not None:

@@ -45,7 +45,8 @@ def require_usable(config: EngineConfig) -> None:
 
 
 def device_named(name: str | torch.device) -> torch.device:
-    """The device with its index. Raises `ConfigError` unless torch has the device and engines support its kind."""
+    """Return the device with its index. Raises `ConfigError` unless torch has the device and engines support its
+    kind."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -196,7 +196,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands. Only the module of the called command is imported, and its flags added."""
+    """Return the parser of all commands. Only the module of the called command is imported, and its flags added."""
     version = importlib.import_module("hicache").__version__
     parser = _Parser(
         prog="hicache",
@@ -297,7 +297,7 @@ def _interrupt_ends_the_process() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str | None:
-    """The message of an error of input or environment; None for a defect of hicache."""
+    """Return the message of an error of input or environment; None for a defect of hicache."""
     if isinstance(error, ImportError):
         missing = (error.name or "").split(".")[0]
         extra = _EXTRAS.get(missing)

@@ -80,7 +80,7 @@ def _variable(variable: Variable) -> _Row:
 
 
 def _object(rows: Sequence[_Row]) -> dict[str, dict[str, object]]:
-    """The rows by name. Empty fields are left out."""
+    """Return the rows by name. Empty fields are left out."""
     found: dict[str, dict[str, object]] = {row.name: {"value": row.value, "source": row.source} for row in rows}
     for row in rows:
         found[row.name] |= {"unit": row.unit} if row.unit else {}

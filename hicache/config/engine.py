@@ -329,7 +329,7 @@ class EngineConfig:
 
     @staticmethod
     def sources_of(flags: argparse.Namespace, **defaults: Any) -> Mapping[str, str]:
-        """The source of each value that `from_flags` did not take from a field's default, by `name` or
+        """Return the source of each value that `from_flags` did not take from a field's default, by `name` or
         `section.name`."""
         return _combined(flags, defaults)[1]
 

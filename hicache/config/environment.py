@@ -70,38 +70,39 @@ VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY
 
 
 def debug_checks() -> bool:
-    """Whether pools and allocators verify every call."""
+    """Return whether pools and allocators verify every call."""
     return DEBUG.read()[0] not in ("", "0")
 
 
 def kernel_choice(device: torch.device) -> Kernels:
-    """The implementation of kernels for `device`: `HICACHE_KERNELS` if set, else Triton on CUDA and torch elsewhere."""
+    """Return the implementation of kernels for `device`: `HICACHE_KERNELS` if set, else Triton on CUDA and torch
+    elsewhere."""
     forced, _ = KERNELS.read()
     return "triton" if forced == "triton" or (not forced and device.type == "cuda") else "torch"
 
 
 def mamba_ssm_dtype() -> torch.dtype:
-    """The dtype of temporal states if none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
+    """Return the dtype of temporal states if none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
     return dtype_named(MAMBA_SSM_DTYPE.read()[0] or MAMBA_SSM_DTYPE.default)
 
 
 def custom_mem_pool() -> Literal["nvlink"] | None:
-    """The allocator of GPU memory for pools; None: torch's."""
+    """Return the allocator of GPU memory for pools; None: torch's."""
     return "nvlink" if CUSTOM_MEM_POOL.read()[0] else None
 
 
 def disk_key() -> bytes:
-    """The value of `HICACHE_DISK_KEY`; empty if unset. Never print it."""
+    """Return the value of `HICACHE_DISK_KEY`; empty if unset. Never print it."""
     return os.fsencode(DISK_KEY.read()[0])
 
 
 def api_key() -> str:
-    """The value of `HICACHE_API_KEY`; empty if unset. Never print it."""
+    """Return the value of `HICACHE_API_KEY`; empty if unset. Never print it."""
     return API_KEY.read()[0]
 
 
 def models_folder() -> Path:
-    """The folder of unpacked models, below `XDG_CACHE_HOME` or the user's `~/.cache`."""
+    """Return the folder of unpacked models, below `XDG_CACHE_HOME` or the user's `~/.cache`."""
     return _cache_folder() / "models"
 
 
@@ -119,7 +120,7 @@ def _cache_folder() -> Path:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype with this name."""
+    """Return the torch dtype with this name."""
     import torch
 
     dtype: torch.dtype = getattr(torch, name)

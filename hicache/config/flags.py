@@ -70,7 +70,7 @@ def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None
 
 
 def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Layer:
-    """The values given on the command line. The section "" contains the settings without a prefix."""
+    """Return the values given on the command line. The section "" contains the settings without a prefix."""
     values: dict[str, Any] = {}
     for section, cls in sections.items():
         given = {name: getattr(flags, _dest(section, name)) for name in _with_flags(cls)}

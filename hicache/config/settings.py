@@ -67,15 +67,15 @@ class Setting:
             raise ConfigError(f"{name}={error}" if name else str(error)) from None
 
     def is_auto(self, value: object) -> bool:
-        """Whether `value` means that the engine computes the setting."""
+        """Return whether `value` means that the engine computes the setting."""
         return bool(self.computed_from) and value == self.auto
 
     def shown(self, value: object) -> object:
-        """The value without secrets, for output and messages."""
+        """Return the value without secrets, for output and messages."""
         return value
 
     def text(self, value: object) -> str:
-        """An accepted value as text with its unit."""
+        """Return an accepted value as text with its unit."""
         if self.is_auto(value):
             return "auto"
         return f"{value} {self.unit}" if self.unit else str(self.shown(value)) or '""'
@@ -91,7 +91,7 @@ class Setting:
         return self.unit.upper() or "VALUE"
 
     def _value(self, given: object) -> Any:
-        """Convert and check `given`. Raises `ValueError` whose message begins with `given`."""
+        """Convert and check `given`. Raises a `ValueError` whose message begins with `given`."""
         raise NotImplementedError
 
     def _refused(self, given: object, reason: str) -> ValueError:
@@ -286,7 +286,7 @@ class Packing(Choice):
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by field name. Fields without a `Setting` are left out."""
+    """Return the settings of a dataclass by field name. Fields without a `Setting` are left out."""
     return _settings_of(cls)
 
 
@@ -326,19 +326,19 @@ def from_mapping(cls: type, values: Mapping[Any, Any], name: str, flag: Callable
 
 
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:
-    """The mapping in a YAML file. Raises `ConfigError` if the file cannot be read or contains no mapping."""
+    """Return the mapping in a YAML file. Raises `ConfigError` if the file cannot be read or contains no mapping."""
     try:
         values = yaml.safe_load(Path(path_text(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except Exception as error:  # the parser may raise ValueError, KeyError, RecursionError and others
+    except Exception as error:  # the parser may raise ValueError, KeyError, RecursionError and other errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     return as_mapping(values, f"the configuration {path}")
 
 
 def as_flag(setting: Setting) -> Callable[[str], Any]:
-    """The setting as the `type` of an argparse flag."""
+    """Return the setting as the `type` of an argparse flag."""
 
     def take(text: str) -> Any:
         try:

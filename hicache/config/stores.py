@@ -85,7 +85,7 @@ class DiskConfig:
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
     """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to the disk
-    and to it. A prefetch reads from it the pages that the disk does not have."""
+    and to the remote tier. A prefetch reads from the remote tier the pages that the disk does not have."""
 
     url: Annotated[str, Url("the store, like mooncake://host:50051 or s3://bucket/prefix")]
     backup: Annotated[

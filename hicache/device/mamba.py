@@ -193,7 +193,7 @@ class MambaPool:
         copy_states(self._tensors, sink, sink, self._kernels)
 
     def available_size(self) -> int:
-        """Number of states that can be allocated now."""
+        """Return the number of states that can be allocated now."""
         return self.free_slots.numel()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:

@@ -46,7 +46,7 @@ class MLATokenToKVPool(RowPool):
         self._further = rest
 
     def _row_dim(self) -> int:
-        """Number of elements of a latent row."""
+        """Return the number of elements of a latent row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _arrange(self, latent: torch.Tensor) -> torch.Tensor:

@@ -133,13 +133,13 @@ class ServerStore:
         self._salt = hashlib.sha256(b"hicache salt\0" + salt.encode()).digest()
 
     def keys(self, names: Sequence[bytes]) -> list[bytes]:
-        """The store's keys of pages with these names. Keys of different salts never coincide."""
+        """Return the store's keys of pages with these names. Keys of different salts never coincide."""
         return [hashlib.sha256(self._salt + name).digest() for name in names]
 
 
 def require_usable(config: ServerStoreConfig) -> PageCipher | None:
-    """The cipher of `config`; None: no encryption. Raises `ConfigError` for an unreadable key, and unless `config.path`
-    is a socket or a directory that contains only stores, or can be created."""
+    """Return the cipher of `config`; None: no encryption. Raises `ConfigError` for an unreadable key, and unless
+    `config.path` is a socket or a directory that contains only stores, or can be created."""
     key = key_of(DiskConfig(path=config.path, key_file=config.key_file))
     if not config.is_served:
         _require_directory(Path(config.path))

@@ -26,10 +26,10 @@ from hicache.storage.process.jobs import FindDone, FindJob, Job, ReadJob, Remove
 from hicache.storage.process.shared_memory import new_memory
 from hicache.stores.tier import StoreTier
 
-_LOOK_S = 0.25  # between two checks while the process sends nothing
-_JOB_BYTES = 8 << 20  # of one job; at least one page
-_WRITE_BYTES = 128 << 20  # of staging pages for writes; at least two pages
-_MAX_PAGES = 4096  # of staging pages for reads, and for writes
+_LOOK_S = 0.25  # time between two checks while the process sends nothing
+_JOB_BYTES = 8 << 20  # maximum bytes of one job, which has at least one page
+_WRITE_BYTES = 128 << 20  # bytes of staging pages for writes, which are at least two pages
+_MAX_PAGES = 4096  # maximum staging pages for reads, and for writes
 
 J = TypeVar("J", bound=Job)
 P = ParamSpec("P")
@@ -122,7 +122,7 @@ class WaitingTier:
         `wait_s`: maximum wait for the next page, after which the page counts as missing.
         """
         staging, cancelled = self._for_reads, threading.Event()
-        share = -(-len(keys) // (2 * self.tier.num_readers))  # divides also few pages among all readers
+        share = -(-len(keys) // (2 * self.tier.num_readers))  # divides even a few pages among all readers
         job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
         in_flight, num_read, num_requested = deque[_StagedJob](), 0, 0
         with self._reading:

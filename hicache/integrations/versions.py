@@ -12,7 +12,7 @@ SGLANG = ("0.5.23",)
 
 
 def require_version(server: str, version: str, tested: Sequence[str]) -> str:
-    """The supported release that `version` belongs to, like "0.32" for "0.32.0+cpu".
+    """Return the supported release that `version` belongs to, like "0.32" for "0.32.0+cpu".
 
     `tested`: the supported releases. A release of three numbers, like "0.5.23", includes its release candidates and
     post releases: 0.5.23rc1, 0.5.23.post1. Raises `ConfigError` for any other version, because an untested version

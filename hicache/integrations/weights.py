@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 RECORD = ".hicache-digests.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".npy", ".msgpack"}
 _CODE = ".py"
-_CONFIGS = ("config.json", "params.json", ".index.json")  # suffixes of their names
+_CONFIGS = ("config.json", "params.json", ".index.json")  # suffixes of the names of configuration files
 _NO_CONFIGS = {"generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"}
 _ADAPTER = "adapter_config.json"
 _READERS, _PIECE_BYTES = 4, 8 << 20
@@ -42,7 +42,7 @@ _READERS, _PIECE_BYTES = 4, 8 << 20
 _TICK_NS = 2_000_000_000
 
 Clock = Callable[[], int]
-Digests = dict[str, tuple[int, int, int, int, str]]  # by name: the result of `_version`, and the digest
+Digests = dict[str, tuple[int, int, int, int, str]]  # by file name: the result of `_version`, and the digest
 
 
 def weights_digest(
@@ -87,14 +87,15 @@ def _snapshot(name: str, revision: str | None, download_dir: str | None) -> Path
     """The folder of a hub model's snapshot in the local cache of the hub; None if it is not there."""
     try:
         found = huggingface_hub.try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
-    except ValueError:  # not a valid name of a hub model
+    except ValueError:  # the text is not a valid name of a hub model
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def _counts(file: Path) -> bool:
     is_config = file.name.endswith(_CONFIGS) and file.name not in _NO_CONFIGS
-    return (is_config or file.suffix in {*_WEIGHTS, _CODE}) and file.is_file()  # excludes broken links
+    # the test for a file excludes broken links
+    return (is_config or file.suffix in {*_WEIGHTS, _CODE}) and file.is_file()
 
 
 def _digests(folder: Path, files: Sequence[Path], clock: Clock) -> Digests:

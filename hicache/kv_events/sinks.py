@@ -32,14 +32,14 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 def sink_of(address: str, topic: str = "", replay: str = "") -> EventSink:
-    """The sink for an address of `kv_events`. Raises `ConfigError` if the address cannot be used."""
+    """Return the sink for an address of `kv_events`. Raises `ConfigError` if the address cannot be used."""
     if address.startswith("file:"):
         return FileSink(path_in(address))
     return ZmqSink(address, topic, replay)
 
 
 def path_in(address: str) -> str:
-    """The path in `file:PATH`. Raises `ConfigError` if there is none."""
+    """Return the path in `file:PATH`. Raises `ConfigError` if there is none."""
     try:
         return path_text(address if address.startswith("file://") else address.removeprefix("file:"))
     except ConfigError as error:
@@ -47,7 +47,7 @@ def path_in(address: str) -> str:
 
 
 def events_of(batch: EventBatch) -> Iterator[dict[str, Any]]:
-    """The events of a batch, each as a map of `type` and its fields."""
+    """Return the events of a batch, each as a map of `type` and its fields."""
     for change in batch.changes:
         for event in change.blocks(_EVENT_BLOCKS):
             yield _as_map(event)
@@ -193,7 +193,7 @@ class ZmqSink:
 
 
 def _packages() -> tuple[Any, Any]:
-    """The module of ZeroMQ, and msgpack's encoder. Raises `ConfigError` if a package is missing."""
+    """Return the module of ZeroMQ, and msgpack's encoder. Raises `ConfigError` if a package is missing."""
     try:
         return importlib.import_module("zmq"), importlib.import_module("msgspec").msgpack.encode
     except ImportError as error:

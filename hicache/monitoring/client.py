@@ -59,5 +59,5 @@ class MetricsClient:
 
 
 def _reason(error: str | BaseException) -> str:
-    """The reason of an error without the system's number, like `Connection refused`."""
+    """Return the reason of an error without the system's number, like `Connection refused`."""
     return str((isinstance(error, OSError) and error.strerror) or error)

@@ -95,7 +95,7 @@ FIGURES: Mapping[str, Series] = {
 
 
 def figures(families: Iterable[Metric]) -> dict[str, float]:
-    """The value of each figure by name, in the order of `FIGURES`. Values that are not finite are left out."""
+    """Return the value of each figure by name, in the order of `FIGURES`. Values that are not finite are left out."""
     wanted: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
     for figure, series in FIGURES.items():
         wanted.setdefault(series.name, []).append((figure, series.labels))

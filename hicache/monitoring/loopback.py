@@ -8,7 +8,7 @@ import urllib.request
 
 
 def is_loopback(url: str) -> bool:
-    """Whether `url` names this machine by localhost or a loopback address. Resolves no names."""
+    """Return whether `url` names this machine by localhost or a loopback address. Resolves no names."""
     try:
         host = (urllib.parse.urlsplit(url).hostname or "").removesuffix(".")
         if host == "localhost" or host.endswith(".localhost"):
@@ -21,5 +21,5 @@ def is_loopback(url: str) -> bool:
 
 
 def opener_for(url: str) -> urllib.request.OpenerDirector:
-    """An opener for `url`. It uses the proxy of the environment unless `url` is on this machine."""
+    """Return an opener for `url`. It uses the proxy of the environment unless `url` is on this machine."""
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_loopback(url) else []))

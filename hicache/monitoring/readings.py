@@ -1,4 +1,4 @@
-"""Readings of a server's figures, and rates and hit rates between two readings."""
+"""Readings of a server's figures, and the rates and hit rates between two readings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reading:
         return self.figures.get(figure, 0.0)
 
     def group(self, group: str) -> Iterator[tuple[str, str]]:
-        """The figures called `group.LABEL` that the server has, as (figure, label)."""
+        """Return the figures called `group.LABEL` that the server has, as (figure, label)."""
         for figure in self.figures:
             head, _, label = figure.partition(".")
             if head == group:
@@ -37,7 +37,7 @@ class Reading:
         return [tier for tier in TIERS if f"used.{tier}" in self.figures or self.get(f"hit_tokens.{tier}")]
 
     def hit_rate(self, tier: str) -> float | None:
-        """The share of prompt tokens since the server's start that were hits in the tier; None before the first
+        """Return the share of prompt tokens since the server's start that were hits in the tier; None before the first
         prompt."""
         prompt = self.get("prompt.tokens")
         return self.get(f"hit_tokens.{tier}") / prompt if prompt else None
@@ -68,19 +68,20 @@ class Change:
         return self.of(figure) / (self.after.time_s - self.before.time_s)
 
     def hit_rate(self, tier: str) -> float | None:
-        """The share of prompt tokens admitted between the readings that were hits in the tier; None if there were
-        none."""
+        """Return the share of prompt tokens admitted between the readings that were hits in the tier; None if there
+        were none."""
         prompt = self.of("prompt.tokens")
         return self.of(f"hit_tokens.{tier}") / prompt if prompt else None
 
     def quantile(self, group: str, share: float) -> float | None:
-        """The `share` quantile of a histogram over the observations between the readings; None if there were none."""
+        """Return the `share` quantile of a histogram over the observations between the readings; None if there were
+        none."""
         return _quantile(self.after, group, share, self.of)
 
 
 def _quantile(reading: Reading, group: str, share: float, count: Callable[[str], float]) -> float | None:
-    """A quantile of a histogram; None without an observation. Interpolates linearly between two bounds; above all
-    bounds it returns the largest bound. `count`: number of observations up to a bound, by figure."""
+    """Return a quantile of a histogram; None without an observation. Interpolates linearly between two bounds; above
+    all bounds it returns the largest bound. `count`: number of observations up to a bound, by figure."""
     below_s, below, wanted = 0.0, 0.0, share * count(f"{group}.+Inf")
     if not wanted:
         return None

@@ -68,8 +68,8 @@ def _display(console: Console) -> Iterator[Callable[[RenderableType], None]]:
 
 
 def frame(server: str, history: History, trouble: str = "") -> RenderableType:
-    """All tables of one reading. "now" covers the window of `history`, once it has two readings. `trouble`: the reason
-    why there is no newer reading; it names the server."""
+    """Return all tables of one reading. "now" covers the window of `history`, once it has two readings. `trouble`: the
+    reason why there is no newer reading; it names the server."""
     reading, change = history.last, history.change
     sides = Table.grid(padding=(0, 2))
     sides.add_row(
@@ -84,7 +84,7 @@ def frame(server: str, history: History, trouble: str = "") -> RenderableType:
 
 
 def _stacked(*tables: Table) -> RenderableType:
-    """The tables that have rows, with an empty line between them."""
+    """Return the tables that have rows, with an empty line between them."""
     shown = [table for table in tables if table.rows]
     return Group(*(part for table in shown for part in ((Text(), table) if table is not shown[0] else (table,))))
 
@@ -104,7 +104,8 @@ def _requests(reading: Reading) -> Text:
 
 
 def _latency(reading: Reading, change: Change | None) -> Text:
-    """Median and 99th percentile over the window, or since the server's start if there is only one reading."""
+    """Return the median and 99th percentile over the window, or since the server's start if there is only one
+    reading."""
     now, shown = change or reading, []
     for group, label in (("first_token_s", "first token"), ("between_tokens_s", "between tokens")):
         median, p99 = (now.quantile(group, share) for share in (0.5, 0.99))
@@ -113,14 +114,14 @@ def _latency(reading: Reading, change: Change | None) -> Text:
 
 
 def _brief(seconds: float | None) -> str:
-    """A short duration: `12 ms`, `3.4 s`. None: `-`."""
+    """Return a short duration: `12 ms`, `3.4 s`. None: `-`."""
     if seconds is None:
         return NONE
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _faults(reading: Reading) -> Text:
-    """The kinds of faults that happened since the server's start, with their numbers."""
+    """Return the kinds of faults that happened since the server's start, with their numbers."""
     found = [
         f"{label} {scaled(reading.get(figure))}" for figure, label in reading.group("faults") if reading.get(figure)
     ]

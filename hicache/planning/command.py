@@ -56,7 +56,7 @@ class Plan:
     serve: str
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain values. Sizes are in bytes; those of `memory` are of one GPU."""
+        """Return the plan as plain values. Sizes are in bytes; those of `memory` are of one GPU."""
         model, memory = self.model, self.memory
         geometry = model.geometry
         return {
@@ -176,7 +176,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def start_values(memory: MemoryPlan) -> dict[str, Any]:
-    """The engine settings that differ from the defaults, in the form that `EngineConfig.from_dict` takes."""
+    """Return the engine settings that differ from the defaults, in the form that `EngineConfig.from_dict` takes."""
     plain = EngineConfig(device_tokens=memory.start.device_tokens)
     values = {
         name: value
@@ -212,7 +212,8 @@ def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
 
 
 def _model(flags: argparse.Namespace) -> PlannedModel:
-    """The preset of that name, or the model of a configuration. Only reading a configuration needs transformers."""
+    """Return the preset of that name, or the model of a configuration. Only reading a configuration needs
+    transformers."""
     if flags.model in PRESETS and not Path(flags.model).exists():
         known = PRESETS[flags.model]
         return dataclasses.replace(known, weight_bytes=flags.weight_bytes or known.weight_bytes)
@@ -221,7 +222,7 @@ def _model(flags: argparse.Namespace) -> PlannedModel:
 
 
 def _gpu(flags: argparse.Namespace) -> Gpu:
-    """The GPU, with the rates that flags override."""
+    """Return the GPU, with the rates that flags override."""
     gpu = gpu_of(flags.gpu)
     return dataclasses.replace(
         gpu,

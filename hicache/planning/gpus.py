@@ -55,7 +55,7 @@ GPUS = {
 
 
 def gpu_of(text: str) -> Gpu:
-    """The GPU named in `GPUS`, ignoring case; or, for a size such as `80GiB`, a GPU with that memory and unknown
+    """Return the GPU named in `GPUS`, ignoring case; or, for a size such as `80GiB`, a GPU with that memory and unknown
     rates."""
     found = GPUS.get("-".join(text.lower().split()))
     if found is not None:

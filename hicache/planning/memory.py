@@ -112,8 +112,8 @@ def plan_memory(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPl
 
 
 def share_of(geometry: ModelGeometry, num_gpus: int) -> ModelGeometry:
-    """The part of the model that each GPU stores. Heads are divided; if there are fewer heads than GPUs, several GPUs
-    store the same head."""
+    """Return the part of the model that each GPU stores. Heads are divided; if there are fewer heads than GPUs, several
+    GPUs store the same head."""
     state = geometry.state
     if state is not None:
         conv = tuple((_share(shape[0], num_gpus), *shape[1:]) for shape in state.conv)
@@ -129,7 +129,7 @@ def share_of(geometry: ModelGeometry, num_gpus: int) -> ModelGeometry:
 
 
 def _plan(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan | None:
-    """The plan; None if weights, workspace and one page do not fit."""
+    """Return the plan; None if weights, workspace and one page do not fit."""
     geometry, start = share_of(model.geometry, request.num_gpus), _start(model, request)
     weight_bytes = _share(model.weight_bytes, request.num_gpus)
     left, needed = gpu.memory_bytes - weight_bytes, _needed(start)
@@ -186,8 +186,8 @@ def _start(model: PlannedModel, request: PlanRequest) -> EngineConfig:
 def _tier(
     name: str, config: EngineConfig, of_gpu: Mapping[Component, int], copies: Mapping[Component, int], num_bytes: int
 ) -> Tier:
-    """A tier of `num_bytes`: its pages, and states in the same proportion as on the host tier. `of_gpu`: bytes of a
-    page of each component on one GPU. `copies`: number of GPUs that store their own page of a component in this
+    """Return a tier of `num_bytes`: its pages, and states in the same proportion as on the host tier. `of_gpu`: bytes
+    of a page of each component on one GPU. `copies`: number of GPUs that store their own page of a component in this
     tier."""
     page, states = config.host_page_size, None
     page_bytes = {component: size * copies[component] for component, size in of_gpu.items()}
@@ -204,7 +204,7 @@ def _tier(
 
 
 def _needed(config: EngineConfig) -> int:
-    """Bytes of the known parts of the workspace: the request table and the staging buffers."""
+    """Return the bytes of the known parts of the workspace: the request table and the staging buffers."""
     return (config.max_requests + 1) * config.max_context_len * _SLOT_BYTES + config.advanced.staging_bytes
 
 

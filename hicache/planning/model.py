@@ -34,7 +34,7 @@ _STATE_FLOPS = 6
 
 
 def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
-    """The model of a transformers `config.json`, or of a folder that contains one.
+    """Return the model of a transformers `config.json`, or of a folder that contains one.
 
     `weight_bytes`: None: take the size of the folder's safetensors files, or compute it from the quantisation and dtype
     of the configuration. Raises ConfigError with a message of one line if the file describes no causal language model,
@@ -72,7 +72,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
 
 
 def _values(given: str) -> tuple[dict[str, Any], Path]:
-    """The values of the configuration, and the path of its file."""
+    """Return the values of the configuration, and the path of its file."""
     path = Path(given)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -93,7 +93,7 @@ def _values(given: str) -> tuple[dict[str, Any], Path]:
 
 
 def _without_weights(values: Mapping[str, Any]) -> Any:
-    """The model of a configuration on the device "meta". Raises any exception of transformers."""
+    """Return the model of a configuration on the device "meta". Raises any exception of transformers."""
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind}")
@@ -109,8 +109,8 @@ def _without_weights(values: Mapping[str, Any]) -> Any:
 
 
 def _token_flops(model: Any, counter: FlopCounterMode) -> int:
-    """Operations per token that involve weights, counted in the recorded pass: of the selected experts only, and of a
-    layer that runs several times each time. The head and modules that did not run are left out."""
+    """Return the operations per token that involve weights, counted in the recorded pass: of the selected experts only,
+    and of a layer that runs several times each time. The head and modules that did not run are left out."""
     counted = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     flops, config = 0, model.config.get_text_config()
     for name, module in _multiplied(model):
@@ -124,7 +124,7 @@ def _token_flops(model: Any, counter: FlopCounterMode) -> int:
 
 
 def _multiplied(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules whose weights are multiplied with tokens, without the head."""
+    """Return the names and modules whose weights are multiplied with tokens, without the head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -154,7 +154,7 @@ def _work(config: Any, geometry: ModelGeometry, num_active: int, head: Any) -> P
 
 
 def _indexed_bytes(path: Path) -> int:
-    """Bytes of the tensors in the safetensors files next to a configuration; 0 if there are none."""
+    """Return the bytes of the tensors in the safetensors files next to a configuration; 0 if there are none."""
     single, index = path.with_name("model.safetensors"), path.with_name("model.safetensors.index.json")
     try:
         if single.exists():
@@ -165,7 +165,8 @@ def _indexed_bytes(path: Path) -> int:
 
 
 def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
-    """Bytes of the weights in the model's dtype, with fewer bits for layers that the configuration quantises."""
+    """Return the bytes of the weights in the model's dtype, with fewer bits for layers that the configuration
+    quantises."""
     total: int = sum(weight.nbytes for weight in model.parameters())
     if quantization is None:
         return total
@@ -191,7 +192,7 @@ def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
 
 
 def _is_quantised(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether the quantisation converts the module of that name.
+    """Return whether the quantisation converts the module of that name.
 
     The configuration may list modules to skip, for GPTQ as patterns in `dynamic` that begin with "-:", or the modules
     of a block to convert. Names of single experts match the one module that contains all experts here.

@@ -35,7 +35,7 @@ class PrefillWork:
     chunk: int = 0
 
     def flops(self, num_tokens: int) -> int:
-        """Operations of a prefill of `num_tokens` tokens, none of them cached."""
+        """Return the operations of a prefill of `num_tokens` tokens, none of them cached."""
         total = num_tokens * self.token_flops + self.head_flops + self.full_pair_flops * _pairs(num_tokens)
         if self.window:
             inside = min(num_tokens, self.window)
@@ -47,7 +47,7 @@ class PrefillWork:
 
 
 def _pairs(num_tokens: int) -> int:
-    """Number of pairs of a query and a key at or before it, in a prompt of `num_tokens`."""
+    """Return the number of pairs of a query and a key at or before it, in a prompt of `num_tokens`."""
     return num_tokens * (num_tokens + 1) // 2
 
 

@@ -72,8 +72,9 @@ class Times:
         return tuple(self.at(n) for n in [*(n for n in lengths if n < self._longest), self._longest])
 
     def break_even(self, seconds: Callable[[LengthTimes], float | None]) -> int | None:
-        """The shortest prefix, in complete host pages, from which on loading takes no longer than computing. None if
-        there is none up to the longest context, or if a rate is unknown. `seconds`: the time of the load to compare."""
+        """Return the shortest prefix, in complete host pages, from which on loading takes no longer than computing.
+        None if there is none up to the longest context, or if a rate is unknown. `seconds`: the time of the load to
+        compare."""
         page = self._plan.config.host_page_size
         found = None
         for num_tokens in range(self._longest // page * page, 0, -page):
@@ -85,7 +86,7 @@ class Times:
         return found
 
     def _bytes(self, rows: RowBytes, num_tokens: int) -> int:
-        """Bytes that one GPU stores for a prefix of `num_tokens`."""
+        """Return the bytes that one GPU stores for a prefix of `num_tokens`."""
         return rows.full * num_tokens + rows.window * min(num_tokens, self._model.geometry.window) + rows.state
 
     def _compute_s(self, num_tokens: int) -> float | None:

@@ -41,13 +41,14 @@ _SHOWN_TOKENS = 10  # maximum tokens of a node that are shown in a text
 
 
 class BasePrefixCache(ABC):
-    """A prefix cache on the device tier. Scheduler thread only; `protocols` describes the requests that it takes.
+    """A prefix cache on the device tier. Only the scheduler's thread uses it; `protocols` describes the requests that
+    it takes.
 
     Invariant, also after a request has ended: available + evictable + protected + owned by requests = total.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        """ConfigError for an unknown policy or a page below one token."""
+        """Raise ConfigError for an unknown policy or a page below one token."""
         if params.page_size < 1:
             raise ConfigError(f"page_size={params.page_size} is too small; raise it to at least 1")
         self.disable = params.disable

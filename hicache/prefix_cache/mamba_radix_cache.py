@@ -62,7 +62,8 @@ class MambaRadixCache(BasePrefixCache):
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        """ConfigError for a table without states, and for bigrams, whose keys are one token shorter than the state."""
+        """Raise ConfigError for a table without states, and for bigrams, whose keys are one token shorter than the
+        state."""
         table = params.req_to_token_pool
         if not isinstance(table, HybridReqToTokenPool):
             raise ConfigError(f"{type(table).__name__} has no states; use HybridReqToTokenPool")

@@ -11,7 +11,7 @@ Priority = float | tuple[float, ...]
 
 
 class Usage(Protocol):
-    """The uses of a node, by which strategies rank it. Times are ticks of a logical clock."""
+    """The uses of a node, from which strategies compute its rank. Times are ticks of a logical clock."""
 
     @property
     def hit_count(self) -> int: ...

@@ -55,7 +55,7 @@ class SWARadixCache(BasePrefixCache):
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        """ConfigError without a window, or with an allocator that has no window slots."""
+        """Raise ConfigError without a window, or with an allocator that has no window slots."""
         window, allocator = params.sliding_window_size, params.token_to_kv_pool_allocator
         if window is None or window < 1:
             raise ConfigError(f"sliding_window_size={window} is too small; give the window of the model, in tokens")

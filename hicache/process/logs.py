@@ -54,7 +54,7 @@ class TextLines(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The event of a record and its other fields, by name."""
+    """Return the event of a record and its other fields, by name."""
     line: dict[str, Any] = {"event": record.getMessage().split("\n", 1)[0], **record.__dict__.get("fields", {})}
     if record.exc_info and record.exc_info[1] is not None:
         line.update(described(record.exc_info[1]))
@@ -62,7 +62,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """The fields of an exception: its class and its stack frames."""
+    """Return the fields of an exception: its class and its stack frames."""
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "error": type(error).__name__,
@@ -146,7 +146,8 @@ class LineWriter(logging.Handler):
 
 @contextlib.contextmanager
 def server_lines(level: int = logging.INFO) -> Iterator[None]:
-    """Inside, write all logging of this process to stderr: as text if that is a terminal, else as JSON.
+    """Within the `with` block, write all logging of this process to stderr: as text if that is a terminal, else as
+    JSON.
 
     hicache's records are written from `level` on. From WARNING on are written those of other libraries, also of
     libraries with handlers of their own, Python warnings, and errors that end a thread.
@@ -173,7 +174,8 @@ def server_lines(level: int = logging.INFO) -> Iterator[None]:
 
 @contextlib.contextmanager
 def text_lines(format: str, level: int) -> Iterator[None]:
-    """Inside, write all logging to stderr as text in the given format. For a process that ends after this block."""
+    """Within the `with` block, write all logging to stderr as text in the given format. For a process that ends after
+    this block."""
     with contextlib.closing(LineWriter()) as writer:
         writer.setFormatter(logging.Formatter(format))
         logging.basicConfig(handlers=[writer], level=level)
@@ -181,7 +183,7 @@ def text_lines(format: str, level: int) -> Iterator[None]:
 
 
 def is_json() -> bool:
-    """Whether this process logs JSON lines."""
+    """Return whether this process logs JSON lines."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
 
 

@@ -1,1 +1,1 @@
-"""Replays of request traces through the tree and the tiers, without moving bytes. Rules: `docs/replay.md`."""
+"""Replays of request traces through the tree and the tiers, without copying bytes. `docs/replay.md` has the rules."""

@@ -13,7 +13,7 @@ UNLIMITED = 1 << 62
 
 
 class BlockTable(PageTable):
-    """A page table in which the row of a block is the block's id, for good."""
+    """A page table in which the row of each block is always the block's id."""
 
     def find(self, keys: Sequence[bytes] | Tokens) -> Rows:
         return np.asarray(keys)

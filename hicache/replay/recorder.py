@@ -1,4 +1,4 @@
-"""Record the requests of a server as a trace. Imports no engine: the caller reports arrivals and ends."""
+"""Records the requests of a server as a trace. Imports no engine: the caller reports arrivals and ends."""
 
 from __future__ import annotations
 

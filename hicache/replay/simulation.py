@@ -1,4 +1,4 @@
-"""Replay a trace through one simulated cache, and the results of a replay."""
+"""Replays a trace through one simulated cache."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class Case:
 
     @property
     def comparisons(self) -> dict[str, Case]:
-        """The cases that a policy with several tiers is compared with: one tier of the same size, twice the host."""
+        """The cases with which a policy with several tiers is compared: one tier of the same size, and a host of twice
+        the size."""
         settings, found = self.settings, dict[str, Case]()
         if self.row == "policy" and settings.host_blocks != 0:
             found["one_tier"] = Case("one tier", settings)

@@ -97,7 +97,7 @@ class SlotAttention:
         self.slot_pass = slot_pass
 
     def layer(self, is_sliding: bool) -> SlotLayer:
-        """The entry of an attention layer in the `Cache` of a pass."""
+        """Return the entry of an attention layer in the `Cache` of a pass."""
         return SlotLayer(is_sliding)
 
     def attend(

@@ -110,7 +110,7 @@ class Outcome:
         return {tier: sum(hit[tier] for hit in hits) for tier in TIERS}
 
     def summary(self) -> str:
-        """The most important results, in a few lines of text."""
+        """Return the most important results, in a few lines of text."""
         total = self.prompt_tokens
         shares = ", ".join(f"{tier} {tokens} ({tokens / total:.0%})" for tier, tokens in self.hit_tokens.items())
         computed = sum(turn.cached.computed_tokens for turn in self.turns)
@@ -170,7 +170,7 @@ class _Workload:
         return [(document, turn) for turn in turns for document in (reversed(documents) if turn % 2 else documents)]
 
     def request(self, conversation: int, turn: int) -> Request:
-        """The request of a turn. Its id contains both numbers and the name of the conversation."""
+        """Return the request of a turn. Its id contains both numbers and the name of the conversation."""
         about = self.conversations[conversation]
         return Request(
             request_id=f"{conversation + 1}.{turn + 1} {about.name}",
@@ -322,8 +322,8 @@ def _configure(flags: argparse.Namespace, workload: _Workload, store: Path) -> E
 
 
 def _basis(flags: argparse.Namespace) -> EngineConfig:
-    """The settings, with placeholders in place of sizes that depend on the workload. Invalid settings raise before the
-    model is loaded."""
+    """Return the settings, with placeholders in place of sizes that depend on the workload. Invalid settings raise
+    before the model is loaded."""
     disk = {"disk": {"path": tempfile.gettempdir()}} if _has_disk_settings(flags) else {}
     return _config(flags, device_tokens=1 << 20, host_bytes=1 << 30, device="cpu", model_id="not loaded yet", **disk)
 

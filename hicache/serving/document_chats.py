@@ -156,7 +156,8 @@ class Conversation:
     questions: tuple[str, ...]
 
     def distinct_tokens(self, max_new_tokens: int) -> int:
-        """Tokens of KV that the complete conversation needs. A prefix shared by several turns counts once."""
+        """Return the tokens of KV that the complete conversation needs. A prefix shared by several turns counts
+        once."""
         distinct = 0
         for turn, prompt in enumerate(self.prompts):
             shared = max((_common_len(prompt, other) for other in self.prompts[:turn]), default=0)
@@ -203,7 +204,7 @@ def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer)
 
 
 def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer: Tokenizer) -> str:
-    """Return a title and as many complete days as fit into `num_tokens`. Facts replace some days, at equal
+    """Return a title and the complete days that fit into `num_tokens`. Facts replace some days, at equal
     distances."""
     days, free_tokens = [], num_tokens - len(tokenizer.encode(title))
     for day in _days(diary, number):
@@ -234,5 +235,5 @@ def _date(day: int) -> str:
 
 
 def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix of two token sequences."""
+    """Return the length of the common prefix of two token sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

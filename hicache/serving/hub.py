@@ -68,7 +68,8 @@ def _cached(name: str) -> str | None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the folder contains a configuration, a tokenizer, and all files of weights that its index names."""
+    """Return whether the folder contains a configuration, a tokenizer, and all files of weights that its index
+    names."""
     shards = {_SINGLE_FILE}
     if (index := folder / f"{_SINGLE_FILE}.index.json").is_file():
         try:

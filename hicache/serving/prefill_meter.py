@@ -105,9 +105,9 @@ class PrefillPace:
         self._seconds = keep * self._seconds + seconds
 
     def budget(self, num_tokens: int, has_streams: bool) -> PassBudget:
-        """The budget of the next pass, at most `num_tokens` prompt tokens. The pass may take four times as long if no
-        request decodes in it: it then delays only arriving and aborted requests, and longer passes compute more tokens
-        per second."""
+        """Return the budget of the next pass, at most `num_tokens` prompt tokens. The pass may take four times as long
+        if no request decodes in it: it then delays only arriving and aborted requests, and longer passes compute more
+        tokens per second."""
         if not self._aim_s:
             return PassBudget(num_tokens)
         return PassBudget(num_tokens, self._within_aim * (1 if has_streams else _SOLE_FACTOR), self._growth)

@@ -155,7 +155,7 @@ def prune_stores(task: Task) -> Outcome:
 
 
 def _last_use(found: StoreDescription) -> str:
-    """The time of the last use in UTC, to the minute; `-` if unknown."""
+    """Return the time of the last use in UTC, to the minute; `-` if unknown."""
     if found.last_use_s == 0:
         return "-"
     return datetime.fromtimestamp(found.last_use_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -19,7 +19,7 @@ PAGE_FORMAT_VERSION = 1
 def identity_of(
     config: EngineConfig, layouts: Mapping[str, PoolLayout], packed: Mapping[str, PackFormat] = MappingProxyType({})
 ) -> dict[str, str | int]:
-    """The fields that decide whether an engine may use stored pages, in readable form for the store's record.
+    """Return the fields that decide whether an engine may use stored pages, in readable form for the store's record.
 
     The salt is not included; it is part of each page key, so tenants may share a store but never a page. `layouts`: by
     component. `packed`: formats of the components whose pages are packed. Raises IdentityError without a model_id.
@@ -44,7 +44,7 @@ def identity_of(
 def namespace_digest(
     config: EngineConfig, layouts: Mapping[str, PoolLayout], packed: Mapping[str, PackFormat] = MappingProxyType({})
 ) -> bytes:
-    """The digest of identity and salt that seeds every page key.
+    """Return the digest of identity and salt that seeds every page key.
 
     An engine without a store may leave model_id empty, because its keys never leave the process.
     """
@@ -57,7 +57,8 @@ def namespace_digest(
 
 
 def page_filter(layout: PoolLayout, *, is_packed: bool = False) -> PageFilter:
-    """The filter for host pages. Packed pages are not compressed: zstd would need a second of CPU time per 0.8 GB."""
+    """Return the filter for host pages. Packed pages are not compressed: zstd would need a second of CPU time per 0.8
+    GB."""
     if is_packed:
         return PageFilter("uncompressed")
     # If buffers differ in element width, the smallest width is used: a larger one would mix bytes of two buffers'
@@ -74,5 +75,5 @@ def _packing(packed: Mapping[str, PackFormat]) -> str:
 
 
 def _digests(layouts: Mapping[str, PoolLayout]) -> str:
-    """The digest of each component's layout, as text."""
+    """Return the digest of each component's layout, as text."""
     return ",".join(f"{name}={layout.digest().hex()}" for name, layout in sorted(layouts.items()))

@@ -153,9 +153,9 @@ def open_tier(
     job_pages: int = JOB_PAGES,
     clock: Callable[[], float] = time.monotonic,
 ) -> StoreTier:
-    """The tier over the store of `request.url`: in a process started for it; for `unix:/path/of/socket` in the process
-    that an operator started; with `in_process` in a thread of this process. Raises errors of opening the store except
-    StoreUnavailable."""
+    """Return the tier over the store of `request.url`: in a process started for it; for `unix:/path/of/socket` in the
+    process that an operator started; with `in_process` in a thread of this process. Raises errors of opening the store
+    except StoreUnavailable."""
     transport: Transport
     if request.url.startswith(SOCKET):
         transport = ServedSocket(request.url.removeprefix(SOCKET))
@@ -174,6 +174,7 @@ def given_tier(
     job_pages: int = JOB_PAGES,
     clock: Callable[[], float] = time.monotonic,
 ) -> StoreTier:
-    """The tier over a store that is an object of this process, in a thread. `owns_store`: the tier closes the store."""
+    """Return the tier over a store that is an object of this process, in a thread. `owns_store`: the tier closes the
+    store."""
     transport = InlineServer(OpenStores(clock=clock, given=store, owns_given=owns_store), clock)
     return StoreTier(transport, StoreRequest("", {}, (), settings=settings), job_pages=job_pages, clock=clock)

@@ -33,7 +33,7 @@ class TransferOp(Protocol):
     def misfits(self) -> Sequence[int]: ...
 
     def done(self) -> bool:
-        """Whether source and destination may be used again; never blocks."""
+        """Return whether source and destination may be used again; never blocks."""
 
     def wait(self) -> None:
         """Block until `done()`."""
@@ -68,7 +68,7 @@ class TransferBackend(Protocol):
         """
 
     def stats(self) -> dict[str, float]:
-        """The measured rates of the link and the number of copies by method, always under the same names."""
+        """Return the measured rates of the link and the number of copies by method, always under the same names."""
 
     def start(self) -> None:
         """Do the slow one-time work, for example compile kernels, before the first copy."""

@@ -84,8 +84,8 @@ class _Link:
         return LinkDirection(strided, batched, CopyCost(self._pieces[1][1] * self._page_bytes / zero_copy_s))
 
     def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
-        """Time copies in turns. Returns for each copy the minimum time on the device and the minimum time of issuing it
-        on the host, in seconds. The minimum is used because other work on the machine can only add time."""
+        """Return the time copies in turns. Returns for each copy the minimum time on the device and the minimum time of
+        issuing it on the host, in seconds. The minimum is used because other work on the machine can only add time."""
         found: list[list[tuple[float, float]]] = [[] for _ in copies]
         with torch.cuda.stream(self._stream):
             for sample in range(_SAMPLES + 1):

@@ -61,7 +61,7 @@ def copy_strided(
 
 
 def can_batch() -> bool:
-    """Whether the driver has batched copies (CUDA 13)."""
+    """Return whether the driver has batched copies (CUDA 13)."""
     return batch_call() is not None
 
 

@@ -162,7 +162,7 @@ class LayerTransferCounter:
         self._failed: Exception | None = None
 
     def can_begin(self) -> bool:
-        """Whether a producer is free for another load."""
+        """Return whether a producer is free for another load."""
         return self._ring[self._next % len(self._ring)].finished()
 
     def begin(self) -> int:

@@ -123,7 +123,7 @@ class CudaTransfer:
             log.debug("the device has failed and runs no copies: %s", error)
 
     def stats(self) -> dict[str, float]:
-        """The rates that plans are based on, and the number of copies by method."""
+        """Return the rates that plans are based on, and the number of copies by method."""
         return {**self._rates.stats(), **{f"{name}_copies": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CudaOp:

@@ -130,7 +130,7 @@ class StoreClient:
             raise self._error
 
     def stats(self) -> StoreStats:
-        """Statistics as of the process's last answer. Does no I/O."""
+        """Return the statistics as of the process's last answer. Does no I/O."""
         return self.status.stats()
 
     @property
@@ -376,7 +376,7 @@ class StoreClient:
         self._lookup = None
         if self._is_closing:
             return
-        # a lasting error is raised by `open`, so it is not logged
+        # `open` raises this error, so it is not logged
         is_known = why == self._why or (is_lasting(self._error) and not self.times_lost)
         self.times_lost += 1
         self._retry_at_s = time.monotonic() + self._backoff_s

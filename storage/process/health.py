@@ -210,7 +210,7 @@ class SilenceWatch:
         self._doubted_s = math.inf
 
     def is_too_long(self, enough_s: float) -> bool:
-        """Whether the process has been silent for more than `enough_s`, at two checks. Call it repeatedly."""
+        """Return whether the process has been silent for more than `enough_s`, at two checks. Call it repeatedly."""
         now_s = time.monotonic()
         self._doubted_s = min(self._doubted_s, now_s) if now_s - self.last_message_s > enough_s else math.inf
         return now_s - self._doubted_s > self._apart_s

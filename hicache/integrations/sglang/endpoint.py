@@ -12,7 +12,7 @@ from typing import Any
 from hicache.metrics import HistogramValue, Metrics
 
 _EVERY_S = 1.0
-_FAMILIES: dict[str, Any] = {}  # of this process, because prometheus_client accepts each name once
+_FAMILIES: dict[str, Any] = {}  # one dict per process, because prometheus_client accepts each name once
 
 
 class Endpoint:
@@ -40,7 +40,8 @@ class Endpoint:
                 family.set(value)
                 continue
             before = self._counted.get(name, 0.0)
-            family.inc(value - before if value >= before else value)  # a lower value: the store was reopened
+            # if the value is lower than before, the store was reopened
+            family.inc(value - before if value >= before else value)
             self._counted[name] = value
 
 

@@ -26,9 +26,9 @@ from hicache.integrations.load_gate import NoteStore, PrefillNote, ServerLoadPol
 from hicache.metrics import Metrics
 from hicache.tiers import DISK
 
-_MIN_TOKENS = 1024  # tokens of a measurement; for fewer tokens most of the time is overhead.
-_FORGET_S = 30.0  # age at which a prompt is dropped, because SGLang does not report aborted requests.
-_MIN_WAIT_S = 0.5  # longer than the pauses of a working disk
+_MIN_TOKENS = 1024  # minimum tokens of a measurement; for fewer tokens, most of the time is overhead
+_FORGET_S = 30.0  # age in seconds at which a prompt is dropped, because SGLang does not report aborted requests
+_MIN_WAIT_S = 0.5  # minimum wait in seconds, longer than the pauses of a working disk
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +75,15 @@ class LoadGate(ServerLoadPolicy):
         self._clock = clock
         self._note = PrefillNote(self.cost.prefill, store)
         self._lock = threading.Lock()
-        self._prompts: list[_Prompt] = []  # not yet complete, in the order of their look-up
-        self._since_s = math.inf  # when the tokens of the next measurement began to be computed; inf: no prompt waits
-        self._copied = 0  # tokens since then
-        self._pairs = 0.0  # sum over these tokens of their positions
+        self._prompts: list[_Prompt] = []  # prompts that are not complete yet, in the order of their look-up
+        # time at which computing the tokens of the next measurement began; inf: no prompt waits
+        self._since_s = math.inf
+        self._copied = 0  # tokens copied since then
+        self._pairs = 0.0  # sum of the positions of these tokens
         self._before: _Computed | None = None
 
     def decide(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
-        """Whether to load the pages of a prompt that the disk holds: the first `num_held` of `keys`."""
+        """Return whether to load the pages of a prompt that the disk holds: the first `num_held` of `keys`."""
         if not keys:
             return False
         with self._lock:
@@ -102,7 +103,8 @@ class LoadGate(ServerLoadPolicy):
         return loads
 
     def wait_s(self, num_pages: int) -> float:
-        """Maximum wait for the next of `num_pages` pages, in seconds: the time that computing them all would take."""
+        """Return the maximum wait for the next of `num_pages` pages, in seconds: the time that computing them all would
+        take."""
         with self._lock:
             return max(_MIN_WAIT_S, self.cost.longest_wait_s(0, num_pages * self._page_tokens))
 
@@ -125,7 +127,7 @@ class LoadGate(ServerLoadPolicy):
         """Note that SGLang copies the KV of `num_tokens` tokens to the host. Called by SGLang's scheduler; does not
         access the store."""
         with self._lock:
-            for prompt in self._waiting():  # in the order of look-up, in which SGLang usually serves them
+            for prompt in self._waiting():  # prompts are in the order of look-up, in which SGLang usually serves them
                 done = min(num_tokens, len(prompt.to_compute) * self._page_tokens - prompt.num_done)
                 self._copied += done
                 self._pairs += done * (prompt.start + prompt.num_done + done / 2)
@@ -143,7 +145,8 @@ class LoadGate(ServerLoadPolicy):
         with self._lock:
             self._note.step()
             for prompt in self._prompts:
-                if not prompt.to_load.isdisjoint(keys):  # SGLang computed these pages, because it found too few to load
+                # SGLang computed these pages, because it found too few pages to load
+                if not prompt.to_load.isdisjoint(keys):
                     prompt.to_load.clear()
                 end = 1 + max((prompt.to_compute.get(key, -1) for key in keys), default=-1)
                 prompt.num_done = max(prompt.num_done, end * self._page_tokens)

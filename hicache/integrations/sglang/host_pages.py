@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-Location: TypeAlias = Any  # where one page is in the pool, in the form that its `HostPages` uses
+Location: TypeAlias = Any  # the location of a page in the pool, in the form that its `HostPages` uses
 
 
 class HostPages(Protocol):
@@ -123,15 +123,15 @@ class MarkerPages:
 
 
 def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
-    """The pages of `pool`. `pieces` False: in the byte order of its flat pages, for callers that pass flat pages.
-    Raises `ConfigError` if the pool supports neither."""
+    """Return the pages of `pool`. `pieces` False: in the byte order of its flat pages, for callers that pass flat
+    pages. Raises `ConfigError` if the pool supports neither."""
     refusals = []
     if pieces:
         try:
             # None is returned by a pool without bytes, whose flat pages are empty.
             if (found := pool.get_page_buffer_meta(torch.arange(pool.page_size, dtype=torch.int64))) is not None:
                 return PiecedPages(pool, found[1])
-        except (NotImplementedError, ValueError) as error:  # raised by pools that have no pieces
+        except (NotImplementedError, ValueError) as error:  # pools without pieces raise these errors
             refusals.append(str(error))
     try:
         flat = FlatPages(pool)
@@ -147,8 +147,8 @@ def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
 
 
 def page_format(pages: HostPages, dtype: torch.dtype) -> PageFormat:
-    """The format of stored pages: if all numbers of a page have one width, bytes of equal significance are grouped,
-    because they compress better."""
+    """Return the format of stored pages: if all numbers of a page have one width, bytes of equal significance are
+    grouped, because they compress better."""
     width = dtype.itemsize
     if pages.form == "marker" or width not in _FILTERED_BYTES or pages.page_bytes % width:
         return PageFormat(pages.page_bytes)

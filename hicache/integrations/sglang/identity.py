@@ -13,7 +13,7 @@ from hicache.integrations.sglang.release import HEADS, RELEASE, MLATokenToKVPool
 
 
 def rank_labels(config: Any) -> dict[str, str]:
-    """The labels of this process's rank, as in SGLang's metrics. `config`: SGLang's `HiCacheStorageConfig`."""
+    """Return the labels of this process's rank, as in SGLang's metrics. `config`: SGLang's `HiCacheStorageConfig`."""
     return {
         "tp_rank": str(config.tp_rank),
         "pp_rank": str(config.pp_rank),
@@ -23,8 +23,8 @@ def rank_labels(config: Any) -> dict[str, str]:
 
 
 def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -> dict[str, str | int]:
-    """The identity of a store. `config`: SGLang's `HiCacheStorageConfig`. `anchor`: the description of the pool that
-    holds the model's KV. Raises `ConfigError` without a model name, or if the weights cannot be read."""
+    """Return the identity of a store. `config`: SGLang's `HiCacheStorageConfig`. `anchor`: the description of the pool
+    that holds the model's KV. Raises `ConfigError` without a model name, or if the weights cannot be read."""
     if not config.model_name:
         raise ConfigError("SGLang names no model, so pages could be served to another one; set --served-model-name")
     tp = "any" if shared else f"{config.tp_size}/{config.tp_rank}"
@@ -35,7 +35,7 @@ def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -
 
 
 def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
-    """The fields that decide the meaning of a pool's bytes, in readable form."""
+    """Return the fields that decide the meaning of a pool's bytes, in readable form."""
     found: dict[str, str | int] = {
         "pool": type(pool).__name__,
         # A host pool stores all 8-bit types as plain bytes, so the server's setting is needed to distinguish them.
@@ -55,6 +55,6 @@ def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
 
 
 def key_prefix(name: str, description: dict[str, str | int]) -> bytes:
-    """The prefix of the names of a pool's pages. It differs between the pools of one store."""
+    """Return the prefix of the names of a pool's pages. It differs between the pools of one store."""
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
     return f"{name}\0{digest}\0".encode()

@@ -8,8 +8,8 @@ from hicache.integrations.weights import weights_digest
 
 
 def model_identity(server_args: Any) -> dict[str, str | int]:
-    """The identity of the model. `server_args`: SGLang's `ServerArgs`. Raises ConfigError if the weights cannot be
-    read."""
+    """Return the identity of the model. `server_args`: SGLang's `ServerArgs`. Raises ConfigError if the weights cannot
+    be read."""
     path, revision = str(server_args.model_path), server_args.revision
     return {
         "revision": str(revision),

@@ -10,7 +10,7 @@ from hicache.integrations.versions import SGLANG, require_version
 
 RELEASE = require_version("SGLang", version("sglang"), SGLANG)
 
-if RELEASE in SGLANG:  # so that another release is refused before a missing name raises ImportError
+if RELEASE in SGLANG:  # checked first, so that another release is refused before a missing name raises ImportError
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _WHERE = "SGLang's --hicache-storage-backend-extra-config"
 _LOADER_KEYS = {"backend_name", "module_path", "class_name", "interface_v1"}
 _KV = "kv"
-_MAX_SAMPLES = 4096  # of transfers since the last call of get_stats
+_MAX_SAMPLES = 4096  # maximum samples of transfers since the last call of get_stats
 
 
 class Pool(NamedTuple):
@@ -52,7 +52,7 @@ class Pool(NamedTuple):
     writes: bool
 
     def keys(self, keys: Sequence[str]) -> list[bytes]:
-        """The store's keys of SGLang's `keys`."""
+        """Return the store's keys of SGLang's `keys`."""
         return self.server.keys([self.prefix + key.encode() for key in keys])
 
 
@@ -94,7 +94,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         known, self._host_pools[str(host_pool_name)] = self._host_pools.get(str(host_pool_name)), host_pool
-        if self._tiers and host_pool is not known:  # registered after the stores were opened
+        if self._tiers and host_pool is not known:  # the pool was registered after the stores were opened
             self._open()
 
     def on_host_pools_registered(self) -> None:
@@ -160,8 +160,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             return True
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and GB/s of each read and write since the last call. SGLang calls this once a step if it exports
-        metrics; all other metrics are exported here too."""
+        """Return the pages and GB/s of each read and write since the last call. SGLang calls this once a step if it
+        exports metrics; all other metrics are exported here too."""
         if self._endpoint is not None and self._pools:
             self._endpoint.publish(self.metrics)
         with self._sampling:
@@ -196,7 +196,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             elif transfer.hit_policy == policies.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
                 restorable = _restorable(self._pools[str(transfer.name)], keys[:num_kv], window)
-            else:  # this policy never limits the pages that are read
+            else:  # this policy does not limit the number of pages that are read
                 continue
             if restorable:
                 hits[transfer.name] = max(restorable)
@@ -206,7 +206,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return hicache_storage.PoolTransferResult(max(legal, default=0), hits, sorted(legal))
 
     def _loads(self, keys: list[str], num_pages: int) -> bool:
-        """Whether to load the stored pages of a prompt."""
+        """Return whether to load the stored pages of a prompt."""
         return self.gate is not None and self.gate.decide(keys, num_pages, self._pools[_KV].pages.page_bytes)
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
@@ -317,7 +317,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
 
 def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
-    """The locations in the pool of the pages of `keys`, by their slots `[keys * page_slots]`."""
+    """Return the locations in the pool of the pages of `keys`, by their slots `[keys * page_slots]`."""
     if slots is None or slots.numel() != len(keys) * pool.pages.page_slots:
         raise ValueError(f"{len(keys)} pages of {pool.pages.page_slots} slots, but the slots are {slots}")
     return pool.pages.locations(slots)
