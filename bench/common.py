@@ -217,7 +217,7 @@ class Report:
         return self.command.split(AND)
 
     def add(self, case: Case) -> Case:
-        """Add a case, with a note if it misses its target; returns it. ValueError for a duplicate name."""
+        """Add a case, with a note if it misses its target; returns it. Raises ValueError for a duplicate name."""
         if any(case.name == other.name for other in self.cases):
             raise ValueError(f"case {case.name} is there already")
         if case.met is False and "missed" not in case.note:
@@ -293,7 +293,7 @@ class Report:
 
 
 def read_report(path: Path) -> Report:
-    """Read a result file. ResultError if it is not a valid one."""
+    """Read a result file. Raises ResultError if it is not a valid one."""
     try:
         return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:

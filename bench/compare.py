@@ -43,7 +43,7 @@ class Change:
 
     @property
     def relative(self) -> float | None:
-        """after / before - 1, infinite if before is zero; None if the two cannot be compared."""
+        """after / before - 1, infinite if before is zero. Returns None if the two cannot be compared."""
         if self.before is None or self.after is None or not self.comparable:
             return None
         difference = self.after.value - self.before.value
@@ -53,7 +53,8 @@ class Change:
 
     @property
     def overlap(self) -> bool | None:
-        """Whether the intervals from p10 to p90 overlap; None if one was measured once or they cannot be compared."""
+        """Whether the intervals from p10 to p90 overlap. Returns None if one was measured once or they cannot be
+        compared."""
         a, b = self.before, self.after
         if a is None or b is None or not self.comparable or min(a.samples, b.samples) < 2:
             return None
@@ -81,7 +82,7 @@ def changes(before: Report, after: Report, threshold: float) -> list[Change]:
 
 
 def pairs(before: Path, after: Path, across_machines: bool) -> list[tuple[Report, Report]]:
-    """Pair the results of two files or of two folders. ResultError if there is no pair."""
+    """Pair the results of two files or of two folders. Raises ResultError if there is no pair."""
     if before.is_dir() != after.is_dir():
         raise ResultError(f"{before} and {after}: give two result files or two folders of them")
     old, new = _results(before, across_machines), _results(after, across_machines)

@@ -91,7 +91,7 @@ class Forward:
         """Return a batch of `num_tokens` new tokens, the same at every call. `gather`: gather rows even if the slots
         are one run.
 
-        ValueError if there are fewer new slots. Waits for the device.
+        Raises ValueError if there are fewer new slots. Waits for the device.
         """
         if not 0 < num_tokens <= len(self._new_slots):
             raise ValueError(f"{num_tokens} new tokens for {len(self._new_slots)} slots")

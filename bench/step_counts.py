@@ -117,7 +117,7 @@ class Meter(Protocol):
 
     @property
     def store(self) -> GatedStore | None:
-        """The store of that engine; None if it has a real disk."""
+        """The store of that engine. Returns None if it has a real disk."""
         ...
 
     def call(self, engine: CacheEngine, name: str, work: Callable[[], T]) -> T: ...

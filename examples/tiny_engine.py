@@ -55,7 +55,7 @@ class TierPages:
         return next((at for at in range(start, len(keys)) if keys[at] not in self.held), len(keys))
 
     def reserve(self, key: bytes, keep: set[bytes]) -> int | None:
-        """Reserve a page to write to; None if no page is free or evictable. Evicts no page of `keep`.
+        """Reserve a page to write to. Returns None if no page is free or evictable. Evicts no page of `keep`.
         `hicache/pages/states.py: TierPages.reserve`"""
         if not self.free and (victim := next((at for at in self.held if at not in keep), None)):
             self.free.append(self.held.pop(victim))

@@ -151,10 +151,10 @@ def latent_attention(
 ) -> torch.Tensor:
     """Return the attention of one token per request in latent space, `[batch, heads, rank]` in the dtype of `q_latent`.
 
-    `q_latent` `[batch, heads, rank]` and `q_rope` `[batch, heads, rope]` of one dtype; `buffer`
-    `[slots, 1, rank + rope]`, a layer of a pool; `req_to_token` int32 `[requests, max_len]`; `rows` and `seq_lens`
-    integers `[batch]`, lengths at most max_len. `num_splits`: splits of each sequence; None chooses them only by the
-    batch and max_len, so that a CUDA graph can be replayed for any lengths. ValueError names mismatching shapes.
+    `q_latent` `[batch, heads, rank]` and `q_rope` `[batch, heads, rope]` of one dtype; `buffer` `[slots, 1, rank +
+    rope]`, a layer of a pool; `req_to_token` int32 `[requests, max_len]`; `rows` and `seq_lens` integers `[batch]`,
+    lengths at most max_len. `num_splits`: splits of each sequence; None chooses them only by the batch and max_len, so
+    that a CUDA graph can be replayed for any lengths. A ValueError names mismatching shapes.
     """
     check_kernels(kernels)
     _check(q_latent, q_rope, buffer, req_to_token, rows, seq_lens)

@@ -57,7 +57,7 @@ def clear_states_naive(tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> 
 def copy_states(tensors: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, kernels: Kernels) -> None:
     """Copy states `src` to `dst`, int32 or int64 `[states]`, in every tensor, by the formula of the module.
 
-    One launch per tensor, no wait for the device. ValueError names shapes, dtypes or devices that do not match.
+    One launch per tensor, no wait for the device. A ValueError names shapes, dtypes or devices that do not match.
     """
     check_kernels(kernels)
     _check(tensors, src, dst)

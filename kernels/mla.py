@@ -141,7 +141,7 @@ def set_latent(
     nope: torch.Tensor, rope: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels
 ) -> None:
     """Store rows. `nope` `[tokens, (1,) rank]`, `rope` `[tokens, (1,) rope]`, `buffer` `[slots, (1,) >= rank + rope]`,
-    one dtype; `loc` int32 or int64 `[tokens]`. ValueError names shapes or dtypes that do not match."""
+    one dtype; `loc` int32 or int64 `[tokens]`. A ValueError names shapes or dtypes that do not match."""
     check_kernels(kernels)
     nope, rope, buffer = _rows(nope, "nope"), _rows(rope, "rope"), _rows(buffer, "buffer")
     _check(nope, rope, buffer, loc)

@@ -146,8 +146,8 @@ def store_index_keys(
     page_size: int,
     kernels: Kernels,
 ) -> None:
-    """Store quantised keys. `keys` uint8 or float8_e4m3fn `[tokens, 128]`, `scales` float32 `[tokens]` or
-    `[tokens, 1]`, `buffer` uint8 `[pages, 132 * page_size]`, `loc` int32 or int64 `[tokens]`. ValueError otherwise."""
+    """Store quantised keys. `keys` uint8 or float8_e4m3fn `[tokens, 128]`, `scales` float32 `[tokens]` or `[tokens,
+    1]`, `buffer` uint8 `[pages, 132 * page_size]`, `loc` int32 or int64 `[tokens]`. Raises ValueError otherwise."""
     check_kernels(kernels)
     page_keys, page_scales = _parts(buffer, page_size)
     _check_keys(keys, loc)

@@ -21,8 +21,8 @@ def contiguous_to_paged(
 ) -> torch.Tensor:
     """Copy `[tokens, ...row]` to a zero-filled `[num_pages, page_size, ...row]`.
 
-    `page_table`: integer `[pages]`, at least ceil(tokens / page_size) distinct page ids below `num_pages`. ValueError
-    if it is shorter.
+    `page_table`: integer `[pages]`, at least ceil(tokens / page_size) distinct page ids below `num_pages`. Raises
+    ValueError if it is shorter.
     """
     num_tokens = contiguous.shape[0]
     used = _pages_used(num_tokens, page_table, page_size)

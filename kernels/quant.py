@@ -200,7 +200,7 @@ def quantise_kv(
 ) -> None:
     """Quantise and store. `k`, `v`: finite floats `[tokens, heads, dim]`, rows contiguous, of one dtype; `data`: int8
     or uint8 (fp8) `[slots, heads, dim]` of keys and of values, `scales`: float32 `[slots, heads]` of each; `loc` int32
-    or int64 `[tokens]`. Dims may differ. ValueError names what does not match."""
+    or int64 `[tokens]`. Dims may differ. A ValueError names what does not match."""
     check_kernels(kernels)
     _check(data, scales)
     for x, values, name in ((k, data[0], "k"), (v, data[1], "v")):

@@ -2,7 +2,7 @@
 
     out[t] = loc[t]            where loc[t] < 0: no slot, as the -1 of an empty prefix
     out[t] = mapping[loc[t]]   where 0 <= loc[t] < slots
-    out[t] = 0                 where loc[t] >= slots: the sink
+    out[t] = 0                 where loc[t] >= slots: slot 0, for padding
 
 for t in [0, tokens). `mapping` is int64 `[slots]`, and 0 for unmapped slots.
 """

@@ -190,7 +190,8 @@ class TiledCopy:
             self._stamps = torch.zeros(slots.pop(), dtype=torch.int64, device=self._device)
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy rows at slots `source` to slots `target`, int32 or int64 `[n]`. ValueError for mismatching arguments.
+        """Copy rows at slots `source` to slots `target`, int32 or int64 `[n]`. Raises ValueError for mismatching
+        arguments.
 
         A slot that is the target of two rows gets one of them.
         """

@@ -24,7 +24,7 @@ def _upload_kernel(source, target, num_ids, BLOCK: tl.constexpr):
 def upload(source: torch.Tensor, target: torch.Tensor, kernels: Kernels) -> None:
     """Copy `source`, int64 `[n]` on the CPU, to `target` `[n]`, on the current stream; `source` must outlive it.
 
-    `source` is pinned if the target is on a GPU. ValueError if the two do not match.
+    `source` is pinned if the target is on a GPU. Raises ValueError if the two do not match.
     """
     check_kernels(kernels)
     if source.shape != target.shape or {source.dtype, target.dtype} != {torch.int64} or source.device.type != "cpu":
@@ -68,7 +68,7 @@ class IdUploader:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Upload `ids`, int64 `[n]`, on the current stream; the result is valid for later work on it. Ids on the device
-        are returned unchanged. RuntimeError if no memory can be pinned."""
+        are returned unchanged. Raises RuntimeError if no memory can be pinned."""
         if ids.device.type != "cpu":
             return ids
         slot = self._free_slot(len(ids))

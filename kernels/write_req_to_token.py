@@ -96,7 +96,7 @@ def write_req_to_token_pool(
 
     `req_pool_indices` (rows), `pre_lens`, `seq_lens` and `extend_lens` are integer `[requests]` on the table's device;
     `rows` and `lens_cpu` (prefix and sequence lengths) are the same on the host. `prefix_tensors[r]` has at least
-    `pre_lens[r]` slots, `out_cache_loc`, int64, the sum of `extend_lens`. ValueError if counts disagree.
+    `pre_lens[r]` slots, `out_cache_loc`, int64, the sum of `extend_lens`. Raises ValueError if counts disagree.
     """
     check_kernels(kernels)
     pre, seq = lens_cpu

@@ -169,7 +169,7 @@ class PageStore(Protocol):
         ...
 
     def reopen(self) -> bool:
-        """Try to write again after a failed write; True if the store is writable now, also if it was before.
+        """Try to write again after a failed write. Returns True if the store is writable now, also if it was before.
 
         Deletes no page and does not wait between attempts: the caller decides how often to try.
         """

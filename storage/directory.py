@@ -128,7 +128,8 @@ class WriterLock:
             self._held = held.pop_all()
 
     def _acquire(self, wait_s: float) -> None:
-        """Acquire the lock. BlockingIOError if another process holds it and does not close within `wait_s` seconds."""
+        """Acquire the lock. Raises BlockingIOError if another process holds it and does not close within `wait_s`
+        seconds."""
         until_s = time.monotonic() + wait_s
         while True:
             try:

@@ -255,7 +255,7 @@ class Index:
 
     @classmethod
     def open_sealed(cls, file: Path, budget_bytes: int) -> Index | None:
-        """Open a copy of the sealed index in `file`; None if there is no file, or its checksum is wrong."""
+        """Open a copy of the sealed index in `file`. Returns None if there is no file, or its checksum is wrong."""
         with open(memory_file("hicache-index"), "wb") as memory:
             try:
                 with open(file, "rb") as source:
@@ -270,7 +270,8 @@ class Index:
             return cls(budget_bytes, memory.fileno())
 
     def seal(self, file: Path) -> None:
-        """Write a sealed copy to a file, while no thread reads or writes the index. OSError if the disk fails."""
+        """Write a sealed copy to a file, while no thread reads or writes the index. Raises OSError if the disk
+        fails."""
         with self._env.begin(write=True) as txn:
             txn.drop(self._uses, delete=False)
             for length, ticks in self.uses.ticks.items():

@@ -100,8 +100,8 @@ class GroupWriter:
         return self._files.slots
 
     def put(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> bool:
-        """Store the values of absent pages in one commit, evicting if the budget requires it; False if that failed.
-        The last key becomes the most recently used."""
+        """Store the values of absent pages in one commit, evicting if the budget requires it. Returns False if that
+        failed. The last key becomes the most recently used."""
         stored = self._run(lambda: self._store(keys, values))
         if stored is None:
             return False

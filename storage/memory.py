@@ -60,7 +60,7 @@ def aligned_from_heap(num_bytes: int) -> memoryview:
 
 def memory_file(name: str, num_bytes: int = 0) -> int:
     """Create a file of `num_bytes` zeros in memory and return its descriptor. If `num_bytes` is given, the file cannot
-    shrink, so a process that maps it can touch all of it. OSError if there is not enough memory.
+    shrink, so a process that maps it can touch all of it. Raises OSError if there is not enough memory.
 
     If memfd_create is refused, as by old seccomp profiles, the file lies in /dev/shm, whose size limits it.
     """

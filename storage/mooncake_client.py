@@ -86,7 +86,7 @@ class MooncakeClient:
         self._library: Any = self._connect()
 
     def register(self, memory: PageBuffer) -> bool:
-        """Register `memory`, so that the library transfers from and to it directly; False if it cannot."""
+        """Register `memory`, so that the library transfers from and to it directly. Returns False if it cannot."""
         start = memory.ctypes.data
         if self.is_registered(memory):
             return True

@@ -123,7 +123,7 @@ class StoreRecord:
 
 
 def sorted_formats(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
-    """Sort formats by page size. `StoreError` unless there are 1 to `MAX_FORMATS`, all of different sizes."""
+    """Sort formats by page size. Raises `StoreError` unless there are 1 to `MAX_FORMATS`, all of different sizes."""
     page_sizes = [format.page_bytes for format in formats]
     if not 1 <= len(formats) <= MAX_FORMATS or len(set(page_sizes)) < len(formats):
         raise StoreError(f"formats of {page_sizes} bytes: give 1 to {MAX_FORMATS}, each of another page size")

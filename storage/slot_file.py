@@ -65,7 +65,7 @@ class SlotBlock(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> SlotBlock | None:
-        """Parse a block; None if it names no page or is damaged."""
+        """Parse a block. Returns None if it names no page or is damaged."""
         if len(raw) < BLOCK_BYTES:
             return None
         magic, version, key_bytes, sequence, header = _START.unpack_from(raw)
@@ -122,7 +122,7 @@ def runs(items: Iterable[T], slot_of: Callable[[T], int]) -> Iterator[list[T]]:
 class SlotFile:
     """Reads, writes, allocates and frees the slots of one file; any thread reads, one writes.
 
-    OSError for I/O errors, a full disk, or a limit. slots.py tracks which slots are in use.
+    Raises OSError for I/O errors, a full disk, or a limit. slots.py tracks which slots are in use.
     """
 
     def __init__(self, data: Path, slot_bytes: int) -> None:
@@ -149,8 +149,8 @@ class SlotFile:
         return -(-os.fstat(self._file.fileno()).st_size // self.slot_bytes)
 
     def read(self, run: Sequence[SlotRead]) -> list[memoryview | None]:
-        """Read consecutive slots in one call; returns the block of each, valid until this thread reads again. None if
-        the file ends before the end of the payload."""
+        """Read consecutive slots in one call; returns the block of each, valid until this thread reads again. Returns
+        None if the file ends before the end of the payload."""
         memory, parts, ends, at = _blocks.take(len(run) * BLOCK_BYTES), list[memoryview](), list[int](), 0
         blocks = [memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(len(run))]
         for block, one in zip(blocks, run, strict=True):
@@ -163,7 +163,7 @@ class SlotFile:
         return [block if end <= done else None for block, end in zip(blocks, ends, strict=True)]
 
     def read_block(self, slot: int) -> SlotBlock | None:
-        """Read the block of a slot; None if it names no page."""
+        """Read the block of a slot. Returns None if it names no page."""
         block = _blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
         done = self._transfer(os.preadv, [block], slot * self.slot_bytes)
         return SlotBlock.unpack(block) if done == BLOCK_BYTES else None
@@ -230,7 +230,7 @@ class SlotFile:
             self._num_synced = num_writes
 
     def _punch(self, offset: int, num_bytes: int) -> bool:
-        """Make a range of bytes a hole; False if the file system has no holes."""
+        """Make a range of bytes a hole. Returns False if the file system has no holes."""
         mode, where = ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE), (ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
         if not self._system.fallocate(ctypes.c_int(self._file.fileno()), mode, *where):
             return True
@@ -267,7 +267,7 @@ class SlotFile:
 
 class SlotFiles(dict[SlotLength, SlotFile]):
     """The open slot files of a store, by slot length. A file exists for each length that a page has needed so far. Any
-    thread, but only the writer makes files. OSError if a file cannot be opened."""
+    thread, but only the writer makes files. Raises OSError if a file cannot be opened."""
 
     def __init__(self, path: Path, page_sizes: Collection[int]) -> None:
         super().__init__()

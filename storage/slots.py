@@ -134,7 +134,8 @@ class _FileSlots:
 
 
 class Slots:
-    """All slots of a store, as `records` of the index name them; writer's thread only. OSError if the disk fails.
+    """All slots of a store, as `records` of the index name them; writer's thread only. Raises OSError if the disk
+    fails.
 
     `num_misplaced`: number of pages in `records` whose slot lies outside their file or belongs to another page too.
     """

@@ -73,7 +73,7 @@ class StoreFiles:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[StoreFiles]:
-        """Keep index and slot files open until the block ends. `StoreError` if the store is closed."""
+        """Keep index and slot files open until the block ends. Raises `StoreError` if the store is closed."""
         self.owner.require_here()  # checked first, because in a forked process another thread may hold the lock forever
         with self._reading:
             self.require_open()
@@ -203,7 +203,7 @@ class _Found(NamedTuple):
 
 def _rebuild(index: Index, files: SlotFiles, namespace: bytes, progress: Progress) -> None:
     """Fill an empty index from the blocks of the slots, in the use order of their sequences. Slots without a valid
-    page, and slots that cannot be read, become holes. OSError if the disk fails."""
+    page, and slots that cannot be read, become holes. Raises OSError if the disk fails."""
 
     def read(length: SlotLength, slots: range) -> list[_Found]:
         return [found for slot in slots if (found := _page_of(files[length], length, slot, namespace))]

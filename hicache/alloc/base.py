@@ -1,6 +1,6 @@
 """The contract of all slot allocators, and the free list that they share.
 
-    slots [0, page_size)                          page 0, the sink for padding: never allocated
+    slots [0, page_size)                          page 0, for padding: never allocated
     slots [page_size, (num_pages + 1)*page_size)  pages 1..num_pages, each free or allocated, never both
 
 An allocator owns the free list; the pool owns its tensors.
@@ -97,12 +97,12 @@ class BaseTokenToKVPoolAllocator(ABC):
         for 0."""
 
     def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Allocate slots for new tokens of sequences, in their last page and in new pages. NotImplementedError if the
-        allocator has no pages."""
+        """Allocate slots for new tokens of sequences, in their last page and in new pages. Raises NotImplementedError
+        if the allocator has no pages."""
         raise self._has_no_pages()
 
     def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Allocate one more slot for each sequence. NotImplementedError if the allocator has no pages."""
+        """Allocate one more slot for each sequence. Raises NotImplementedError if the allocator has no pages."""
         raise self._has_no_pages()
 
     def free(self, free_index: torch.Tensor) -> None:

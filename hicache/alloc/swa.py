@@ -187,7 +187,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         complete pages.
 
         No wait for the device. On the CPU and in debug mode InvariantError if one of `from_slots` is unmapped or one of
-        `to_slots` is mapped. ShapeError if their numbers or offsets within pages differ.
+        `to_slots` is mapped. Raises ShapeError if their numbers or offsets within pages differ.
         """
         if from_slots.numel() != to_slots.numel():
             raise ShapeError(f"window slots of {from_slots.numel()} full slots for {to_slots.numel()} others")

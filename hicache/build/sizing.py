@@ -134,14 +134,14 @@ def mamba_size(config: EngineConfig, rows: RowBytes) -> int:
 
 
 def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
-    """Return the bytes of the device tier. Every pool has an additional page, or state, as a sink for padding."""
+    """Return the bytes of the device tier. Every pool has an additional page, or state, for padding."""
     tokens, page = _full_pages(config.device_tokens, config.page_size), config.page_size
     window = (config.window_tokens + page) * rows.window
     return (tokens + page) * rows.full + window + (config.mamba_size + 1) * rows.state
 
 
 def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:
-    """Return the bytes of the host tier; 0: none. `minimum`: bytes of one page and one sink page of each pool."""
+    """Return the bytes of the host tier; 0: none. `minimum`: bytes of one page and one padding page of each pool."""
     on_cuda = config.device.startswith("cuda")
     if config.host_bytes == "free":
         return free_bytes("host_bytes", max(0, available - (0 if on_cuda else device_bytes)), minimum)

@@ -303,7 +303,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from plain values; `disk`, `remote` and `advanced` are mappings. `ConfigError` names the wrong
+        """Build from plain values; `disk`, `remote` and `advanced` are mappings. A `ConfigError` names the wrong
         setting."""
         return cls._of(as_mapping(values, "the configuration"))
 

@@ -26,9 +26,9 @@ def plan_capacity(
         mem_fraction_static   total_bytes * mem_fraction_static - model_bytes     (the rest is for activations)
         reserve_ratio         (total_bytes - model_bytes) * (1 - reserve_ratio)
 
-    Page 0 and the states (rows per request) of `max_requests` requests and the sink are deducted. The result is a
-    multiple of the device page. ConfigError for invalid settings; OutOfMemory, with the numbers and the setting, if no
-    page fits.
+    Page 0 and the states (rows per request) of `max_requests` requests and state 0 (padding) are deducted. The result
+    is a multiple of the device page. Raises ConfigError for invalid settings; OutOfMemory, with the numbers and the
+    setting, if no page fits.
     """
     budget, setting = _budget(total_bytes, model_bytes, mem_fraction_static, reserve_ratio)
     page = layout.device_page_size

@@ -61,8 +61,8 @@ class DoubleSparseTokenToKVPool(RowPool):
         v_scale: Scale = None,
     ) -> None:
         """Store keys, values and labels of the keys, `[tokens, head_num, heavy_channel_num]`. Labels are not scaled,
-        because tokens are selected by the order of their labels, which a scale does not change. ShapeError without
-        labels."""
+        because tokens are selected by the order of their labels, which a scale does not change. Raises ShapeError
+        without labels."""
         expected = (loc.numel(), self.head_num, self.heavy_channel_num)
         if not isinstance(cache_label, torch.Tensor):
             raise ShapeError(

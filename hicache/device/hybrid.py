@@ -49,7 +49,7 @@ class HybridLinearKVPool(MappedKVPool):
     ) -> None:
         """With `use_mla` rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`; head sizes are ignored.
 
-        ConfigError for `enable_kvcache_transpose`, for missing or duplicate layers, and for a missing MLA size.
+        Raises ConfigError for `enable_kvcache_transpose`, for missing or duplicate layers, and for a missing MLA size.
         """
         if enable_kvcache_transpose:
             raise ConfigError("enable_kvcache_transpose=True: keys and values are stored by token; set it to False")

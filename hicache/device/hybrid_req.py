@@ -1,7 +1,7 @@
 """The request table of hybrid models: each request has a row and a recurrent state.
 
     row r of req_to_token           slots of the request's tokens
-    mapping[r]                      its running state; 0, the sink, if the row is free
+    mapping[r]                      its running state; 0, the state for padding, if the row is free
     request.mamba_pool_idx          the running state
     request.mamba_checkpoint_idx    with the extra buffer: a second state, the last checkpoint
 
@@ -36,9 +36,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
     """A `ReqToTokenPool` with a `MambaPool` of `mamba_size` states. Scheduler thread only.
 
     `alloc` allocates a row and zeroed states for each request, all or none; a request keeps the row and states that it
-    already has. If called with a number, `alloc` allocates only rows, whose state is the sink. Rows and states are
-    freed separately: `free` frees the row, `free_mamba_cache` the states, except states that the request donated and
-    set to None. Only callers with SGLang's interface use `free_mamba_cache` and `take_checkpoint`.
+    already has. If called with a number, `alloc` allocates only rows, whose state is state 0 (padding). Rows and states
+    are freed separately: `free` frees the row, `free_mamba_cache` the states, except states that the request donated
+    and set to None. Only callers with SGLang's interface use `free_mamba_cache` and `take_checkpoint`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The pool of recurrent states: a convolution window and a temporal state for each request and Mamba layer.
 
-    state 0           the sink for padding, never allocated
+    state 0           for padding, never allocated
     states [1, size]  each free or allocated, never both
 
 Unlike slots of tokens, states are allocated by the pool itself, for the request table. Owns the tensors and the free
@@ -46,7 +46,7 @@ class Mamba2StateShape:
         stores the group.
 
         The window has the last conv_kernel - 1 inputs of x, B and C: intermediate_size + 2 * n_groups * state_size
-        channels. ConfigError unless heads, channels and groups split evenly over the ranks.
+        channels. Raises ConfigError unless heads, channels and groups split evenly over the ranks.
         """
         if intermediate_size % tp_world_size or num_heads % tp_world_size:
             raise ConfigError(
@@ -214,7 +214,7 @@ class MambaPool:
         self.free_slots = torch.cat((self.free_slots, slots))
 
     def fork_from(self, src_index: torch.Tensor) -> torch.Tensor | None:
-        """Allocate states and copy states `src_index` (int64, any shape) to them; None if too few are free."""
+        """Allocate states and copy states `src_index` (int64, any shape) to them. Returns None if too few are free."""
         src = src_index.reshape(-1)
         slots = self._take(src.numel())
         if slots is not None:
@@ -222,8 +222,8 @@ class MambaPool:
         return slots
 
     def copy_from(self, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
-        """Copy states one to one. InvariantError (on CPU tensors, or with HICACHE_DEBUG=1) if a state other than the
-        sink is written by one pair and read or written by another."""
+        """Copy states one to one. InvariantError (on CPU tensors, or with HICACHE_DEBUG=1) if a state other than state
+        0 (padding) is written by one pair and read or written by another."""
         src, dst = src_index.reshape(-1), dst_index.reshape(-1)
         if src.numel() != dst.numel():
             raise ShapeError(f"{src.numel()} source states for {dst.numel()} target states")

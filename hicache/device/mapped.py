@@ -131,7 +131,7 @@ def with_layer_ids(layout: PoolLayout, layer_ids: Sequence[int]) -> PoolLayout:
 
 
 def ascending(layer_ids: Sequence[int], name: str) -> tuple[int, ...]:
-    """Sort layer ids. ConfigError if there are none, or one is negative or duplicate."""
+    """Sort layer ids. Raises ConfigError if there are none, or one is negative or duplicate."""
     ordered = tuple(sorted(layer_ids))
     if not ordered or ordered[0] < 0 or len(set(ordered)) != len(ordered):
         raise ConfigError(f"{name}={list(layer_ids)}: name at least one layer, each once, with ids from 0")

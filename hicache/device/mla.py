@@ -79,7 +79,7 @@ class MLATokenToKVPool(RowPool):
 
     def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         """Store rows given in two parts, `[tokens, 1, rank]` (or `[tokens, rank]`) and `[tokens, 1, rope]`, in one
-        launch. ShapeError names the shapes given and expected."""
+        launch. A ShapeError names the shapes given and expected."""
         index = self._index(layer)
         self._check_loc(loc)
         nope = self._part(k_nope, loc, self.kv_lora_rank, "k_nope")

@@ -64,7 +64,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         end_layer: int | None = None,
     ) -> None:
         """`kv_cache_dim`: elements of a latent row if it is wider than its two parts; `set_kv_buffer` stores complete
-        rows. ConfigError unless `index_head_dim` is 128, the number of elements that share a scale."""
+        rows. Raises ConfigError unless `index_head_dim` is 128, the number of elements that share a scale."""
         if index_head_dim != KEY_BYTES:
             raise ConfigError(f"index_head_dim={index_head_dim}: index keys are quantised in blocks of {KEY_BYTES}")
         parts = kv_lora_rank + qk_rope_head_dim
@@ -116,7 +116,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         self, layer_id: LayerRef, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
         """Store quantised index keys: `index_k` float8_e4m3fn (or its bytes) `[tokens, 128]`, `index_k_scale` float32
-        `[tokens]` or `[tokens, 1]`. ShapeError names the given and the expected shapes."""
+        `[tokens]` or `[tokens, 1]`. A ShapeError names the given and the expected shapes."""
         index, count = self._index(layer_id), loc.numel()
         self._check_loc(loc)
         if tuple(index_k.shape) != (count, KEY_BYTES) or index_k.dtype not in (torch.float8_e4m3fn, torch.uint8):

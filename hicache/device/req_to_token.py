@@ -1,6 +1,6 @@
 """The request table: the slot of every token of each running request.
 
-    row 0           the sink for padding, never allocated
+    row 0           for padding, never allocated
     rows [1, size]  one for each request; columns [0, req_lens[row]) hold slots
 
 The request table owns its rows, but not the slots in them.

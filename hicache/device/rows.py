@@ -83,7 +83,7 @@ class RowPool(KVCache):
         """Allocate `[layers, slots, ...row]`, or `[layers, pages, ...row]`, for each kind of row: either all tensors or
         none.
 
-        OutOfMemory names `device_tokens`. Returns the tensors in the order of `rows`.
+        An OutOfMemory names `device_tokens`. Returns the tensors in the order of `rows`.
         """
         tensors = self._allocate(rows, self.layer_num)
         self._declare(rows, tensors)

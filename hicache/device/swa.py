@@ -63,7 +63,8 @@ class SWAKVPool(MappedKVPool):
         """`swa_head_num`, `swa_head_dim` and `swa_v_head_dim` are sizes of window layers, if they differ from full
         layers.
 
-        ConfigError for layer ids that are missing, duplicate or of both kinds, and for `enable_kvcache_transpose`.
+        Raises ConfigError for layer ids that are missing, duplicate or of both kinds, and for
+        `enable_kvcache_transpose`.
         """
         if enable_kvcache_transpose:
             raise ConfigError("enable_kvcache_transpose=True: keys and values are stored by token; set it to False")

@@ -87,7 +87,7 @@ class PinnedRows:
     """Page-locks `data`, contiguous uint8 [rows, row_bytes], in chunks of `rows_per_chunk` complete rows.
 
     The caller owns the memory: it is private, or shared with other processes, each of which locks it for its own GPUs.
-    Unlock it with `close` before it is unmapped. OutOfMemory names `setting`.
+    Unlock it with `close` before it is unmapped. An OutOfMemory names `setting`.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class PinnedArena:
 
 def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRegistry) -> torch.Tensor:
     """Allocate uint8 [rows, row_bytes] that is page-locked by CUDA, for systems where CUDA cannot lock existing memory.
-    No other process can map it. It is released when the last tensor that refers to it is freed. OutOfMemory names
+    No other process can map it. It is released when the last tensor that refers to it is freed. An OutOfMemory names
     `setting`."""
     num_bytes = rows * row_bytes
     require(num_bytes, setting)
@@ -238,7 +238,7 @@ def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:
 
 
 def _memory_file(num_bytes: int, setting: str) -> int:
-    """Create a file in memory and return its descriptor. OutOfMemory names `setting`."""
+    """Create a file in memory and return its descriptor. An OutOfMemory names `setting`."""
     try:
         return memory_file("hicache-host", max(num_bytes, 1))
     except OSError as error:

@@ -118,7 +118,7 @@ class HostPagePool:
 
     Owned by the scheduler thread; the flow that allocated a page owns its bytes. `device`: the GPU near which the
     memory should lie (None: the current one). `setting`: the setting that errors about the size name. `shared`: a store
-    process may map the pages too. `page_bytes`: size of a page if pages are packed; None: the size by `layout`.
+    process may map the pages too. `page_bytes`: size of a page if pages are packed; None: the size by `layout`. Raises
     ConfigError if not a single page fits, OutOfMemory if the machine has less memory.
     """
 

@@ -78,7 +78,7 @@ class ServerStoreConfig:
 
 
 def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConfig:
-    """Check the settings in `given`. `ConfigError` names `where` they were given, the wrong setting and the known
+    """Check the settings in `given`. A `ConfigError` names `where` they were given, the wrong setting and the known
     ones."""
     config: ServerStoreConfig = from_mapping(ServerStoreConfig, as_mapping(given, where), where)
     return config

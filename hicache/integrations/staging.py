@@ -47,7 +47,7 @@ class StagingPages:
         self._free = list(memory.reshape(num_pages, page_bytes))
 
     def take(self, num_pages: int) -> list[PageBuffer] | None:
-        """Take `num_pages` free pages; None if fewer are free."""
+        """Take `num_pages` free pages. Returns None if fewer are free."""
         return [self._free.pop() for _ in range(num_pages)] if num_pages <= len(self._free) else None
 
     def give_back(self, pages: Sequence[PageBuffer]) -> None:
@@ -230,7 +230,7 @@ class WaitingTier:
     # Under the lock
 
     def _begin(self, staging: StagingPages, num_pages: int, page_bytes: int) -> _StagedJob | None:
-        """A new job with `num_pages` pages of `staging`; None if fewer are free."""
+        """A new job with `num_pages` pages of `staging`. Returns None if fewer are free."""
         taken = staging.take(num_pages)
         return None if taken is None else _StagedJob(staging, taken, page_bytes)
 

@@ -84,7 +84,7 @@ def _files_of(model: str, revision: str | None, download_dir: str | None) -> tup
 
 
 def _snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The folder of a hub model's snapshot in the local cache of the hub; None if it is not there."""
+    """The folder of a hub model's snapshot in the local cache of the hub. Returns None if it is not there."""
     try:
         found = huggingface_hub.try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
     except ValueError:  # the text is not a valid name of a hub model
@@ -125,7 +125,7 @@ def _digests(folder: Path, files: Sequence[Path], clock: Clock) -> Digests:
 
 @contextmanager
 def _record(folder: Path) -> Iterator[BinaryIO | None]:
-    """The locked file that keeps the digests of a folder's files; None if no such file can be written."""
+    """The locked file that keeps the digests of a folder's files. Returns None if no such file can be written."""
     own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with ExitStack() as stack:
         yield _locked(stack, lambda: folder / RECORD) or _locked(stack, lambda: digests_folder() / f"{own}.json")

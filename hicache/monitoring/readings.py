@@ -43,13 +43,13 @@ class Reading:
         return self.get(f"hit_tokens.{tier}") / prompt if prompt else None
 
     def quantile(self, group: str, share: float) -> float | None:
-        """The `share` quantile of a histogram since the server's start: 0.5 is the median. None without an
+        """The `share` quantile of a histogram since the server's start: 0.5 is the median. Returns None without an
         observation."""
         return _quantile(self, group, share, self.get)
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the time of loads that overlapped with compute; None if no load was timed."""
+        """The share of the time of loads that overlapped with compute. Returns None if no load was timed."""
         timed_s = self.get("loads.timed_s")
         return 1 - self.get("loads.exposed_s") / timed_s if timed_s else None
 

@@ -27,7 +27,7 @@ _MIN_TOKENS = 1 << 10
 
 @dataclass(frozen=True)
 class LengthTimes:
-    """Seconds for a prefix of `num_tokens` tokens; None if a rate is unknown. `num_bytes`: of the prefix on all
+    """Seconds for a prefix of `num_tokens` tokens. Returns None if a rate is unknown. `num_bytes`: of the prefix on all
     GPUs."""
 
     num_tokens: int
@@ -73,8 +73,8 @@ class Times:
 
     def break_even(self, seconds: Callable[[LengthTimes], float | None]) -> int | None:
         """Return the shortest prefix, in complete host pages, from which on loading takes no longer than computing.
-        None if there is none up to the longest context, or if a rate is unknown. `seconds`: the time of the load to
-        compare."""
+        Returns None if there is none up to the longest context, or if a rate is unknown. `seconds`: the time of the
+        load to compare."""
         page = self._plan.config.host_page_size
         found = None
         for num_tokens in range(self._longest // page * page, 0, -page):

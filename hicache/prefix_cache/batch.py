@@ -203,7 +203,7 @@ def write_cache_indices(
     """Write the slots of the prefixes and the new slots of a batch to its rows, in one launch.
 
     Rows and lengths are integers `[requests]` on the table's device. Arguments with the suffix `_cpu` have the same
-    values on the host, as a sequence of ints or a CPU tensor. ShapeError if counts disagree.
+    values on the host, as a sequence of ints or a CPU tensor. Raises ShapeError if counts disagree.
     """
     rows, prefix, seq, extend = map(_as_list, (req_pool_indices_cpu, prefix_lens_cpu, seq_lens_cpu, extend_lens_cpu))
     if [p + n for p, n in zip(prefix, extend, strict=False)] != seq:

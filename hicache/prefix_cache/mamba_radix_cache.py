@@ -99,8 +99,8 @@ class MambaRadixCache(BasePrefixCache):
     def insert(self, params: InsertParams) -> InsertResult:
         """Insert a key with the state that has consumed it. The tree then owns the state, unless it already had one.
 
-        The caller keeps the slots offered for the first `prefix_len` tokens. ShapeError without a state, and for a key
-        that does not consist of full pages.
+        The caller keeps the slots offered for the first `prefix_len` tokens. Raises ShapeError without a state, and for
+        a key that does not consist of full pages.
         """
         if self.disable:
             return InsertResult(0)

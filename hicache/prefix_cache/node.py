@@ -66,7 +66,7 @@ class TreeNode(Node):
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The slots of the node, int64 `[tokens]`; None if it is not on the device."""
+        """The slots of the node, int64 `[tokens]`. Returns None if it is not on the device."""
         pages = self._pages(FULL)
         return None if pages is None else pages.value(self.rows)
 
@@ -77,7 +77,7 @@ class TreeNode(Node):
 
     @property
     def mamba_value(self) -> torch.Tensor | None:
-        """The state at the end of the node, int64 `[1]`; None if it has none."""
+        """The state at the end of the node, int64 `[1]`. Returns None if it has none."""
         pages = self._pages(MAMBA)
         return pages.value(self.rows[-1:]) if pages is not None and self.has(MAMBA) else None
 
@@ -88,7 +88,7 @@ class TreeNode(Node):
 
     @property
     def evicted(self) -> bool:
-        """Whether the node is not on the device. False for the root of a tree, so that a walk to the root ends
+        """Whether the node is not on the device. Returns False for the root of a tree, so that a walk to the root ends
         there."""
         return self._pages(FULL) is None and not (self.is_root and self.run is not None)
 
@@ -115,7 +115,7 @@ class TreeNode(Node):
 
     @property
     def hash_value(self) -> list[str] | None:
-        """The page keys as hex digits; None if they were not computed before."""
+        """The page keys as hex digits. Returns None if they were not computed before."""
         keys = self._keys()
         return None if keys is None else [key.hex() for key in keys]
 
@@ -128,7 +128,7 @@ class TreeNode(Node):
         self.host_ref_counter += 1
 
     def release_host(self) -> None:
-        """Remove one user of the host copy. RuntimeError if there is none."""
+        """Remove one user of the host copy. Raises RuntimeError if there is none."""
         if self.host_ref_counter < 1:
             raise RuntimeError(f"{self}: release_host was called more often than protect_host")
         self.host_ref_counter -= 1

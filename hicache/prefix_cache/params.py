@@ -42,7 +42,7 @@ class CacheInitParams:
     cache_ttl_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """ConfigError for a value that these caches do not implement."""
+        """Raise ConfigError for a value that these caches do not implement."""
         for name in _NO_EFFECT:
             given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if given != default:

@@ -98,7 +98,7 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
 
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:
-    """Return the strategy `name`, case-insensitive. ConfigError for an unknown name."""
+    """Return the strategy `name`, case-insensitive. Raises ConfigError for an unknown name."""
     strategy = _STRATEGIES.get(name.lower())
     if strategy is None:
         raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(sorted(_STRATEGIES))}")

@@ -128,7 +128,7 @@ class HiCache:
         self._counts = dict.fromkeys(("l1_hits", "l2_hits", "l3_hits", "misses", "to_l2", "to_l3", "dropped"), 0)
 
     def put(self, key: str | bytes, kv: torch.Tensor) -> None:
-        """Store a copy of `kv` as `key`, and remove the old value from all tiers. ShapeError for unsupported
+        """Store a copy of `kv` as `key`, and remove the old value from all tiers. Raises ShapeError for unsupported
         tensors."""
         self._require_open()
         name, header = _name(key), TensorHeader.of(kv)

@@ -55,7 +55,7 @@ class TensorHeader:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> TensorHeader:
-        """Return a header with a new nonce for `x`. ShapeError for a tensor that the format cannot describe."""
+        """Return a header with a new nonce for `x`. Raises ShapeError for a tensor that the format cannot describe."""
         if x.dtype not in _DTYPES or x.dim() > _MAX_DIMS or x.layout != torch.strided:
             raise ShapeError(
                 f"a tensor of {x.dtype}, {x.layout} and {x.dim()} dimensions is not supported; give a strided tensor "
@@ -70,7 +70,7 @@ class TensorHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> TensorHeader | None:
-        """Parse a header; None if this version cannot read it."""
+        """Parse a header. Returns None if this version cannot read it."""
         magic, version, code, dims, num_bytes, nonce = _HEADER.unpack_from(data)
         if (magic, version) != (_MAGIC, TENSOR_FORMAT_VERSION) or code >= len(_DTYPES) or dims > _MAX_DIMS:
             return None

@@ -27,7 +27,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TierCosts:
-    """Rates of one machine and model. ConfigError for a value that is not a rate.
+    """Rates of one machine and model. Raises ConfigError for a value that is not a rate.
 
     `prefill_tokens_per_s`: None if it is unknown; then all times are unknown. `bytes_per_token`: 0 if it is unknown.
     `host_bytes_per_token`: bytes of a token on host and disk, where pages may be packed; None: as on the device.
@@ -90,7 +90,8 @@ _STATS = {
 def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCosts | None:
     """Return the rates `given` by flags, and the other ones from files; a later file overrides an earlier one.
 
-    None if there is no rate at all. ConfigError if a file has no rate, or if a rate is missing that another one needs.
+    Returns None if there is no rate at all. Raises ConfigError if a file has no rate, or if a rate is missing that
+    another one needs.
     """
     rates: dict[str, float] = {}
     for path in paths:

@@ -31,7 +31,8 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_of(flags: argparse.Namespace) -> Trace:
-    """Read the trace that `flags` name. TraceError for an invalid trace, ConfigError if no request would be counted."""
+    """Read the trace that `flags` name. Raises TraceError for an invalid trace, ConfigError if no request would be
+    counted."""
     trace = read_trace(flags.trace, flags.block_tokens, flags.time_unit)
     num_warm_up = int(flags.warm_up * len(trace.requests))
     if num_warm_up == len(trace.requests):

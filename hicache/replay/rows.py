@@ -129,7 +129,7 @@ def _blocks(settings: ReplaySettings) -> list[int | None]:
 
 
 def hit_rates_svg(results: Sequence[ReplayResult]) -> str:
-    """Plot hit rate over capacity, one line for each policy, as SVG. ImportError if matplotlib is missing."""
+    """Plot hit rate over capacity, one line for each policy, as SVG. Raises ImportError if matplotlib is missing."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

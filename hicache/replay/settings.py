@@ -16,7 +16,7 @@ WRITE_POLICIES = ("write_through", "write_back", "exclusive")
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """The settings of one simulated cache. ConfigError for an invalid combination.
+    """The settings of one simulated cache. Raises ConfigError for an invalid combination.
 
     `*_blocks`: capacities in blocks; None: unlimited; 0: no such tier (the device needs at least 1). `policy`,
     `host_policy`: eviction policies of device and host; the disk always uses lru. `host_policy` and `write_policy` are
@@ -61,6 +61,6 @@ class ReplaySettings:
 
     @property
     def total_blocks(self) -> int | None:
-        """The capacity of all tiers together, in blocks; None if one is unlimited."""
+        """The capacity of all tiers together, in blocks. Returns None if one is unlimited."""
         sizes = (self.device_blocks, self.host_blocks, self.disk_blocks)
         return None if None in sizes else sum(size for size in sizes if size is not None)

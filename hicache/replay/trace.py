@@ -96,7 +96,7 @@ def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str
     """Read a trace of any format.
 
     `block_tokens`, `time_unit` (one of `TIME_UNITS`): None for those of the format; a recorded trace has its own.
-    TraceError, with file and line, if the trace is invalid. OSError if the file cannot be opened.
+    TraceError, with file and line, if the trace is invalid. Raises OSError if the file cannot be opened.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens}: give at least 1")

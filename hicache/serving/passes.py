@@ -76,7 +76,7 @@ class PassContext:
 
     @cached_property
     def states(self) -> HybridReqToTokenPool | None:
-        """The pool of recurrent states; None if the model has none."""
+        """The pool of recurrent states. Returns None if the model has none."""
         requests = self.engine.req_to_token
         return requests if isinstance(requests, HybridReqToTokenPool) else None
 

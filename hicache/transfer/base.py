@@ -58,7 +58,7 @@ class TransferBackend(Protocol):
         """Copy host `pages` (int64 CPU [p]) to device `slots` (int64 [p * page_tokens]), reporting layers of `load_id`.
 
         The copy waits, on the device, for work queued on the current stream, which may use the slots. `rest` is 0 for a
-        packed page; None if all pages are packed.
+        packed page. Returns None if all pages are packed.
         """
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> TransferOp:

@@ -55,7 +55,7 @@ def need_bindings() -> None:
 def copy_strided(
     dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, up: bool, stream: int
 ) -> None:
-    """Queue a 2-D copy of `rows` rows of `width` bytes. TransferError if CUDA refuses it."""
+    """Queue a 2-D copy of `rows` rows of `width` bytes. Raises TransferError if CUDA refuses it."""
     kind = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice if up else cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
     _raise_on(int(cudart.cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream)[0]))
 

@@ -55,7 +55,7 @@ class CudaLayerEvents:
         self._submitted = True
 
     def wait(self, layer: int) -> None:
-        """Make the current stream wait for the layer. TransferError if the load failed."""
+        """Make the current stream wait for the layer. Raises TransferError if the load failed."""
         if self._error is not None:
             raise _failed_load(self._error) from self._error
         stream, event = torch.cuda.current_stream(), self._events[layer]
@@ -156,7 +156,7 @@ class LayerTransferCounter:
         self._owner = [-1] * producers
         self._next = 0
         self._consumed: tuple[tuple[int, LayerEvents], ...] = ()
-        self._queues: dict[int, Callable[[int], None]] = {}  # of loads whose last layer is not queued yet
+        self._queues: dict[int, Callable[[int], None]] = {}  # those of loads whose last layer is not queued yet
         # Errors of failed loads until `forget`, kept even if their producers have other loads by then.
         self._failures: dict[int, Exception] = {}
         self._failed: Exception | None = None

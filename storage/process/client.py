@@ -148,8 +148,8 @@ class StoreClient:
         return not self.is_open or self.clock() < self.status.refuses_until_s(name)
 
     def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
-        """Ask which pages the store has, and wait for the answer to this `FindJob`. None if there is no answer within
-        `wait_s` and the I/O timeout; until that answer arrives, further calls return None at once."""
+        """Ask which pages the store has, and wait for the answer to this `FindJob`. Returns None if there is no answer
+        within `wait_s` and the I/O timeout; until that answer arrives, further calls return None at once."""
         if not (keys or others):
             return FindDone(FIND, 0)
         self.poll()
@@ -266,7 +266,7 @@ class StoreClient:
         return self.reads.is_stalled and self.writes.is_stalled
 
     def _poll_until(self, until_s: float) -> bool:
-        """Wait a while for outcomes and receive them; False if `until_s` has passed."""
+        """Wait a while for outcomes and receive them. Returns False if `until_s` has passed."""
         left_s = until_s - time.monotonic()
         if left_s > 0:
             self.wait(min(_OPEN_LOOK_S, left_s))

@@ -111,7 +111,7 @@ class ClientQueue(Generic[J, D]):
         return len(self._announced) == len(self.in_flight)
 
     def take(self, done: D | Stalled) -> None:
-        """Record a received outcome. KeyError if it belongs to no job in flight."""
+        """Record a received outcome. Raises KeyError if it belongs to no job in flight."""
         key = done.ticket, done.batch
         if isinstance(done, Stalled):
             if key in self._announced:

@@ -120,7 +120,7 @@ def frame(kind: Kind, *parts: bytes) -> bytes:
 
 
 def keys_of(keys: Sequence[bytes]) -> bytes:
-    """Encode keys. StoreError for a key without 1 to `MAX_KEY_BYTES` bytes."""
+    """Encode keys. Raises StoreError for a key without 1 to `MAX_KEY_BYTES` bytes."""
     lengths = list(map(len, keys))
     if keys and not 1 <= min(lengths) <= max(lengths) <= MAX_KEY_BYTES:
         raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes")
@@ -178,7 +178,7 @@ def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
 
 
 class Body:
-    """Parses the body of one frame from its start. `FrameError` if it is too short."""
+    """Parses the body of one frame from its start. Raises `FrameError` if it is too short."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -69,8 +69,8 @@ class BreakerToken:
 
 
 class Breaker:
-    """Circuit breaker of reads or writes. Any thread. `opens` and `failures` count since the start. `why`: the reason
-    if the last call failed."""
+    """Circuit breaker of reads or writes. Any thread may use it. `opens` and `failures` count since the start. `why`:
+    the reason if the last call failed."""
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float], tier: str = "disk") -> None:
         self._name = name

@@ -23,7 +23,7 @@ def serve(url: str, path: Path) -> None:
     """Serve the store of `url` to engines of this user, at the Unix socket `path`, until SIGTERM or SIGINT; then close
     the stores.
 
-    On a disk each identity has its own subfolder of the URL's folder. StoreError for an invalid URL or path,
+    On a disk each identity has its own subfolder of the URL's folder. Raises StoreError for an invalid URL or path,
     StoreLocked if another process serves at the path.
     """
     scheme_of(url)

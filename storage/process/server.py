@@ -87,7 +87,7 @@ class Server:
 
     def stop(self) -> None:
         """End `run`, in a process that ends right after: a connection with jobs in flight ends with the process. Any
-        thread."""
+        thread may use it."""
         self.call(self._stop)
 
     def run(self) -> None:

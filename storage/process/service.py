@@ -181,7 +181,7 @@ class StoreService:
             continue
 
     def _do_read(self, watchdog: Watchdog[_Read], last_class: float = math.inf) -> bool:
-        """Run the next find or read of a class up to `last_class`; False if the queue is stopped and empty."""
+        """Run the next find or read of a class up to `last_class`. Returns False if the queue is stopped and empty."""
         reads = self.reads
         if (item := reads.take(last_class=last_class)) is None:
             return False
@@ -206,7 +206,7 @@ class StoreService:
             continue
 
     def _do_writes(self, watchdog: Watchdog[_Write]) -> bool:
-        """Run the queued writes; False if the queue is stopped and empty."""
+        """Run the queued writes. Returns False if the queue is stopped and empty."""
         writes = self.writes
         if (first := writes.take(_IDLE_S)) is None:
             if not writes.is_stopped:

@@ -40,8 +40,8 @@ class SharedMemories:
         connection.send_with(descriptor, frames.memory(number, num_bytes))
 
     def locate(self, pages: Sequence[PageBytes], page_sizes: tuple[int, ...]) -> Pages:
-        """Return the locations of `pages` for the process. StoreError unless all pages have the same size, one of
-        `page_sizes`, and lie in one shared memory. `page_sizes`: page sizes of the store in bytes; () allows any."""
+        """Return the locations of `pages` for the process. Raises StoreError unless all pages have the same size, one
+        of `page_sizes`, and lie in one shared memory. `page_sizes`: page sizes of the store in bytes; () allows any."""
         if isinstance(pages, PageRows):
             page_bytes, base = pages.memory.shape[1], _address(pages.memory)
             places = [*map(page_bytes.__mul__, pages.rows)]
@@ -108,7 +108,7 @@ class ClientMemory:
 
 def new_memory(name: str, num_bytes: int) -> tuple[int, PageBuffer]:
     """Allocate memory that another process can map; returns its descriptor, which the caller owns, and the memory.
-    StoreError if none is available."""
+    Raises StoreError if none is available."""
     try:
         descriptor = memory_file(name, num_bytes)
         try:

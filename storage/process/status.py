@@ -54,7 +54,7 @@ class StatusWriter:
 
 class SharedStatus:
     """Reads the numbers in a client. `descriptor`: of the memory, to be sent to the process, open until `close`; the
-    numbers can be read afterwards too. StoreError if there is no memory to share."""
+    numbers can be read afterwards too. Raises StoreError if there is no memory to share."""
 
     def __init__(self) -> None:
         self.descriptor, memory = new_memory("hicache-status", mmap.PAGESIZE)

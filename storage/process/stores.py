@@ -42,7 +42,7 @@ class StoreRequest:
 
     @classmethod
     def unpack(cls, about: dict[str, Any]) -> StoreRequest:
-        """Parse a request. StoreError if it is invalid."""
+        """Parse a request. Raises StoreError if it is invalid."""
         try:
             formats = [PageFormat(each["page_bytes"], PageFilter(**each["filter"])) for each in about["formats"]]
             settings = about["settings"]

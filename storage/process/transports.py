@@ -193,7 +193,8 @@ class InlineServer(Transport):
 
 
 def _pidfd_of(pid: int) -> int:
-    """Open a pidfd. StoreError if the kernel, the seccomp profile of a container or this Python has no pidfd_open."""
+    """Open a pidfd. Raises StoreError if the kernel, the seccomp profile of a container or this Python has no
+    pidfd_open."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError) as error:
