@@ -5,7 +5,7 @@ Request r has s = `seq_lens[r]` tokens, the new one included. With page size P, 
     last_loc[r] + 1           where (s - 1) % P > 0: the last page of the request is not full
     free_pages[rank]*P        where (s - 1) % P == 0: a new page; rank counts the earlier requests that need one
 
-Only callers with SGLang's interface use this kernel: an engine allocates slots request by request.
+Only callers with SGLang's interface use it: an engine allocates slots request by request.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ are
 where n counts new pages of the request and `first` those of all earlier requests. `out_indices` is the concatenation of
 the requests' slots. Contract: (last_loc + 1) % P == p % P, and last_loc = -1 without a prefix.
 
-Only callers with SGLang's interface use this kernel: an engine allocates slots request by request.
+Only callers with SGLang's interface use it: an engine allocates slots request by request.
 """
 
 from __future__ import annotations

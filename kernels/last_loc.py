@@ -5,7 +5,7 @@
 
 `req_to_token` is int32 `[rows, columns]`, the others integer `[requests]` on its device; `out` is int64 `[requests]`.
 
-Only callers with SGLang's interface use this kernel: a lease of an engine knows its last slot.
+Only callers with SGLang's interface use it: a lease of an engine knows its last slot.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ requests.
     contiguous   [tokens, ...row]               token t at t
     paged        [num_pages, page_size, ...row]  token t at [page_table[t // page_size], t % page_size]
 
-Only callers with SGLang's interface use this module.
+Only callers with SGLang's interface use it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ The result is as if all rows were read before any is written. Targets are distin
 The table of addresses, row sizes and strides is on the device, so buffers may differ in row size. All addressing is
 int64, in the widest word that divides all rows.
 
-Only callers with SGLang's interface use this kernel, through `move_kv_cache`.
+Only callers with SGLang's interface use it, through `move_kv_cache`.
 """
 
 from __future__ import annotations

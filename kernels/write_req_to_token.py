@@ -8,7 +8,7 @@ that row becomes
 
 and columns from s on are unchanged. Each prefix is a tensor, so the kernel gets their addresses.
 
-Only callers with SGLang's interface use this kernel: a lease of an engine writes its row.
+Only callers with SGLang's interface use it: a lease of an engine writes its row.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class CacheSimulation:
                 self._touched.age[:] = 0
 
     def _end_session(self, used: Rows) -> int:
-        """Return the rank the unshared end of a session's last prompt lowest. Returns the number of blocks that are
+        """Rank the unshared end of a session's last prompt lowest. Returns the number of blocks that are
         shared."""
         shared = self.device.order.num_shared(used)
         for tier in (self.device,) if self.host is None else (self.device, self.host):
