@@ -34,6 +34,7 @@ PAGE = 8
 MAX_JOBS = 8  # that a poll gives to a store
 IDLE_POLL_CALLS = 96  # what a poll costs at most that finds no answer
 PAGE_READ_CALLS = 8  # of reading a page of a long prompt, at most
+CHUNK_CALLS = 540  # of a chunk of a prompt that is computed, at most
 SHORT_PROMPT_CALLS = 1000  # of a prefetch of 24 pages, at most
 
 
@@ -81,6 +82,26 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
             engine.check()
     assert read[1024] < min(5 * read[256], PAGE_READ_CALLS * 1024)
     assert admit[1024] < 5 * admit[256]
+
+
+def test_a_chunk_of_a_new_prompt_costs_few_calls(tmp_path: Path) -> None:
+    """Slots, commit and backup of a chunk: the same calls for 4 and for 64 pages, behind few and behind many pages."""
+    tokens, calls = np.random.default_rng(0).integers(0, 1 << 20, 512 * PAGE), list[int]()
+    with engine_of(tmp_path, 512) as engine:
+        lease = engine.acquire(CacheRequest("long", tokens, reserve_tokens=4 * PAGE))
+
+        def compute_chunk(end: int) -> None:
+            if lease.length < end:
+                engine.extend(lease, end - lease.length)
+            engine.begin_forward([lease])
+            engine.commit(lease, tokens[:end])
+
+        for end in (*range(4 * PAGE, 64 * PAGE, 4 * PAGE), *range(64 * PAGE, len(tokens) + 1, 64 * PAGE)):
+            calls.append(calls_of(lambda: compute_chunk(end)))  # noqa: B023
+            engine.flush()
+        engine.release(lease)
+        engine.check()
+    assert max(calls) < CHUNK_CALLS
 
 
 def test_a_short_prompt_from_the_disk_costs_few_calls(tmp_path: Path) -> None:
