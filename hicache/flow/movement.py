@@ -145,21 +145,14 @@ class Movement(ABC):
         return ()
 
 
-def land(movements: Iterable[Movement]) -> bool:
-    """Poll each of them; whether there was anything."""
-    landed = False
-    for movement in movements:
-        landed |= movement.poll()
-    return landed
-
-
 def settle(movements: Sequence[Movement], patience_s: float) -> None:
     """Poll until nothing is under way. InvariantError if nothing ends for `patience_s`."""
     landed_s = time.monotonic()
     while time.monotonic() - landed_s < patience_s:
         for movement in movements:
             movement.wait()
-        if land(movements):
+        has_landed = [movement.poll() for movement in movements]
+        if any(has_landed):
             landed_s = time.monotonic()
         elif any(movement.is_busy() for movement in movements):
             time.sleep(0.0005)

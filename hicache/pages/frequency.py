@@ -55,7 +55,7 @@ class _Remembered(Columns):
     used_at: npt.NDArray[np.int64]
 
     def __init__(self) -> None:
-        self.size = _LEAST_REMEMBERED
+        self.size, self.is_empty = _LEAST_REMEMBERED, True
         self.grow(self.size)
 
     def make_room(self, num_pages: int) -> None:
@@ -72,6 +72,7 @@ class _Remembered(Columns):
     def put(self, names: npt.NDArray[np.uint64], uses: Ranks, used_at: npt.NDArray[np.int64]) -> None:
         at = names % np.uint64(self.size)
         self.name[at], self.uses[at], self.used_at[at] = names, uses, used_at
+        self.is_empty = False
 
     def take(self, names: npt.NDArray[np.uint64], since: float) -> tuple[Mask, Ranks, npt.NDArray[np.int64]]:
         """Which of these are remembered, if they were used after `since`; their uses, and when they had these."""
@@ -149,10 +150,13 @@ class FadingFrequency(RankPolicy):
         if not len(new):
             return
         now = self._see(at, new)
+        at.counted[new] = at.table.hits[new]
+        if self._evicted.is_empty:
+            at.uses[new], at.used_at[new] = 1.0, now
+            return
         since = self._seen - _REMEMBERED * max(self.half_life, self._capacity)
         known, uses, used_at = self._evicted.take(at.table.name[new], since)
         at.uses[new], at.used_at[new] = np.where(known, uses, 1.0), np.where(known, used_at, now)
-        at.counted[new] = at.table.hits[new]
         if known.any():
             self._count(at, new[known], now[known])
 
