@@ -50,8 +50,8 @@ MISS_HELP: Final[Mapping[MissReason, str]] = {
 
 
 class Fates:
-    """What became of pages that were stored or should have been, by name. Remembers about `num_pages` pages: a page
-    replaces another one in the same entry. Owned by one thread."""
+    """Why pages that were stored, or that should have been, are gone, by name. Remembers about `num_pages`
+    pages: a page replaces another one in the same entry. Owned by one thread."""
 
     def __init__(self, num_pages: int = _NUM_PAGES) -> None:
         self._names = np.zeros(num_pages, np.uint64)  # takes no memory before it is written

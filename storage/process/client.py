@@ -171,8 +171,8 @@ class StoreClient:
             self._send(frames.frame(Kind.USED, frames.keys_of(keys)))
 
     def keep_until(self, keys: Sequence[bytes], deadline_s: float) -> None:
-        """Ask that these pages, in the order of a prompt, are evicted after others until `deadline_s` of the client's
-        clock. A store on other machines ignores it, and so does one that is not open."""
+        """Ask the store to evict these pages, in the order of a prompt, after all others until `deadline_s` of the
+        client's clock. A store on other machines, or one that is not open, ignores the deadline."""
         if keys and self._takes_hints:
             self._send(frames.keep(keys, deadline_s))
 

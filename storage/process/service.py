@@ -100,7 +100,7 @@ class StoreService:
         self._hint(partial(self.store.touch, keys))
 
     def keep_until(self, keys: Sequence[bytes], deadline_s: float) -> None:
-        """Evict these pages after others until `deadline_s`, if the store is on a disk."""
+        """Evict these pages after all other pages until `deadline_s`, if the store is on a disk."""
         if isinstance(self.store, LmdbPageStore):
             self._hint(partial(self.store.keep_until, keys, time.monotonic() + deadline_s - self.clock()))
 

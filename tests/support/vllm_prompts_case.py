@@ -40,7 +40,7 @@ class Server:
         return self.engine.num_cached - before
 
     def ask_others(self, num: int) -> None:
-        """Prompts that nobody asks again."""
+        """Ask for prompts, each of them once."""
         for _ in range(num):
             self.ask(prompt_of(10_000 + next(self._names)))
 

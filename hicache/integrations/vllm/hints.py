@@ -98,7 +98,7 @@ def _found(context: ReqContext) -> tuple[str, object]:
 
 
 def _expected(key: str, value: object) -> str:
-    """What is expected instead of this value; "" if it is right."""
+    """Return the values that a hint accepts; "" if it accepts this one."""
     if key == "session_end":
         return "" if isinstance(value, bool) else "true or false"
     if key == "priority":

@@ -52,7 +52,7 @@ def test_hints_keep_nine_tenths_of_the_tier_and_the_lowest_priority_ends_first(s
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_an_ended_session_is_evicted_first_without_what_others_share(servers: Any, connector: str) -> None:
-    """Two sessions share a system prompt. The chunks of the one that ended make space for others; the system prompt and
+    """Two sessions share a system prompt. The chunks of the session that ended leave first; the system prompt and
     the other session, which were used before it, stay."""
     server = servers(connector)
     system = prompt_of(1, 3)[: 3 * BLOCK_TOKENS]

@@ -34,7 +34,7 @@ class Endpoint:
         self._metrics = OffloadPromMetrics(vllm_config, kinds, ["engine"], {0: ["0"]})
 
     def observe(self, stats: OffloadingConnectorStats | None) -> None:
-        """What vLLM sends between its processes after a step."""
+        """A message between the processes of vLLM after a step."""
         if stats is not None:
             self._metrics.observe(stats.data)
 

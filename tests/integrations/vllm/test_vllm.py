@@ -328,7 +328,7 @@ def test_other_caches_than_of_keys_and_values(
         "additional_config": {"gdn_prefill_backend": "triton"},
     }
     if torch.cuda.is_available():
-        llm |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}  # beside other tests
+        llm |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}  # while other tests run
     # Where a GPU computes a prompt as a whole it rounds otherwise than behind a cached prefix.
     computed = "warm" if torch.cuda.is_available() else "run each"
     one = serve(str(model), extra, [computed, "run each", "others", "run each"], llm=llm, **connector)
