@@ -306,7 +306,7 @@ class _Both:
         chooses one of the two."""
         prefetcher = case.served.engine.inspect.prefetcher
         assert prefetcher is not None
-        prefetcher.overlap.is_wanted = overlaps
+        prefetcher.overlap_is_wanted = overlaps
         case.forget()
         case.store.fill(())
         scheduler = case.served.scheduler(max_pass_s=0.5, max_overtake_s=15.0)

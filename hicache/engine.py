@@ -396,7 +396,7 @@ class CacheEngine:
         """
         self._held((lease,))
         num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id
-        if self._prefetcher is None or not self._prefetcher.overlap.is_next_on_host(lease, num_tokens):
+        if self._prefetcher is None or not self._prefetcher.is_next_on_host(lease, num_tokens):
             return Hit()
         before = lease.cached_len
         try:
@@ -445,7 +445,7 @@ class CacheEngine:
         start, end = valid_interval(start, end)
         for component in self._context.components:
             end = component.next_stop(lease, start, end)
-        return end if self._prefetcher is None else self._prefetcher.overlap.next_stop(lease, start, end)
+        return end if self._prefetcher is None else self._prefetcher.next_stop(lease, start, end)
 
     @running
     def track(self, leases: Sequence[Lease]) -> None:

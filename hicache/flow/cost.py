@@ -50,23 +50,25 @@ class TransferRate:
         self._num_bytes = self._seconds = 0.0
         self._observed_s = -math.inf
 
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes:
-            keep = _DECAY if self._is_known() else 0.0
-            self._num_bytes = keep * self._num_bytes + num_bytes
-            self._seconds = keep * self._seconds + seconds
-            self._observed_s = self._clock()
+    def observe(self, *moved: tuple[int, float]) -> None:
+        """Observe operations, each of a number of bytes and of seconds."""
+        now_s = self._clock()
+        for num_bytes, seconds in moved:
+            if num_bytes:
+                keep = _DECAY if now_s - self._observed_s <= _STALE_S else 0.0
+                self._num_bytes = keep * self._num_bytes + num_bytes
+                self._seconds = keep * self._seconds + seconds
+                self._observed_s = now_s
 
     def seconds(self, num_bytes: float) -> float | None:
         """How long `num_bytes` take; None where the rate is unknown."""
-        return num_bytes * self._seconds / self._num_bytes if self._is_known() else None
+        if self._clock() - self._observed_s > _STALE_S:
+            return None
+        return num_bytes * self._seconds / self._num_bytes
 
     def bytes_per_s(self) -> float:
         """The last known rate, 0 before the first operation."""
         return self._num_bytes / max(self._seconds, 1e-9)
-
-    def _is_known(self) -> bool:
-        return self._clock() - self._observed_s <= _STALE_S
 
 
 class PrefillCost:
@@ -165,12 +167,12 @@ class CostModel:
             lambda: _GAUGED_TOKENS / (self.prefill_s(0, _GAUGED_TOKENS) or math.inf),
         )
 
-    def observe_read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
-        """One reader read `num_bytes` from a store to the host in `seconds`, alone or in parallel."""
-        self._reads[store].observe(num_bytes, seconds)
+    def observe_reads(self, moved: Sequence[tuple[int, float]], store: Store = DISK) -> None:
+        """Readers of a store read a number of bytes each to the host, in seconds, alone or in parallel."""
+        self._reads[store].observe(*moved)
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
-        self._loads.observe(num_bytes, seconds)
+        self._loads.observe((num_bytes, seconds))
         self.num_observed += 1
 
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float) -> None:

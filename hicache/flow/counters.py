@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import Counter, Histogram
@@ -77,7 +78,7 @@ class PrefetchCounters:
                 max_pages,
             )
 
-    def count_read(self, store: Store, num_bytes: int, seconds: float) -> None:
-        """A job brought `num_bytes` verified bytes."""
-        for histogram, value in zip(self._moved[store], (num_bytes, seconds), strict=True):
-            histogram.observe(value)
+    def count_reads(self, store: Store, moved: Sequence[tuple[int, float]]) -> None:
+        """Jobs read a number of verified bytes each, in seconds."""
+        for histogram, values in zip(self._moved[store], zip(*moved, strict=True), strict=False):
+            histogram.observe(*values)

@@ -28,6 +28,8 @@ class Located:
 
     [0, device_end)          full pages on the device
     [device_end, host_end)   full pages on the host, without a gap
+
+    `resident`: of each other component, which of the pages [0, device_end) are on the device.
     """
 
     def __init__(self, context: EngineContext, prompt: Prompt, match: Match) -> None:
@@ -36,7 +38,7 @@ class Located:
         self.num_pages = len(prompt.keys)
         self.device_end = min(match.full_len // self._page, self.num_pages)
         rows = match.rows[: self.device_end]
-        self._on_device = {other.name: other.resident.has(rows) for other in context.components[1:]}
+        self.resident = {other.name: other.resident.has(rows) for other in context.components[1:]}
 
     @cached_property
     def host_end(self) -> int:
@@ -46,7 +48,7 @@ class Located:
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
             return index < self.device_end
-        return index < self.device_end and bool(self._on_device[component.name][index])
+        return index < self.device_end and bool(self.resident[component.name][index])
 
     def on_host(self, component: CacheComponent, index: int) -> bool:
         return component.has_host and self.prompt.key(component.name, index) in component.pages

@@ -40,10 +40,13 @@ class Prompt:
         return found
 
     def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
+        """The keys of pages, ascending."""
         if component != FULL:
             return [self.key(component, index) for index in indices]
-        if isinstance(indices, range) and indices.step == 1:
-            return self.keys[indices.start : max(indices.start, indices.stop)]
+        if not indices:
+            return []
+        if indices[-1] - indices[0] + 1 == len(indices):
+            return self.keys[indices[0] : indices[-1] + 1]
         return [self.keys[index] for index in indices]
 
     def event_pages(self, start: int, end: int) -> PromptPages:

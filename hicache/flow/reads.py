@@ -54,15 +54,16 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import partial
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 from weakref import ref
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.config import PrefetchMode
 from hicache.errors import InvariantError, PrefetchPending
@@ -71,13 +72,13 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, LoadPolicy, Requests
 from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease, Prefetch
-from hicache.flow.located import Located, first_gap, spans
+from hicache.flow.located import Located, first_gap
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
 from hicache.pages.key import Tokens
 from hicache.pages.states import COPY, HELD, READ, Counts
-from hicache.pages.table import NO_ROW, Columns, Mask, Rows
-from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
+from hicache.pages.table import NO_ROWS, Columns, Mask, Rows
+from hicache.storage.process.jobs import FindDone, FindJob, PageRows, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 log = logging.getLogger(__name__)
@@ -90,10 +91,9 @@ _LOOK_POLLS, _TURN_S = 16, 0.002
 # request has the bounds of several short steps: one for each `_STEP_S` since the last step, from 4 to `_MOST_STEPS`.
 _MAX_ACTIVE, _MAX_STARTED_TOKENS, _MAX_JOBS, _MAX_PAGES, _MAX_CHOSEN = 64, 64 << 10, 6, 128, 64
 _STEP_S, _MOST_STEPS = 0.005, 16
+_MOST_PAGES = _MOST_STEPS * _MAX_PAGES
 # The time between two attempts to begin with a postponed request.
 _RETRY_S = 0.05
-# Pages of a prompt that are looked up on the host at a time.
-_WINDOW = 128
 # The first job of each reader while the rate of a store is unknown: it measures the rate, soon if the store is slow.
 _GAUGE_BYTES = 8 << 20
 # The time of one job at most, because its reader begins no other job before.
@@ -113,9 +113,11 @@ _LEAST_PASS_PAGES, _LEAST_OVERLAP_PAGES, _LEAST_COMPUTED_SHARE = 8, 32, 1 / 6
 _ANSWER_SHARE = 0.02
 # The factor by which a wait that has begun may cost more than computing.
 _PATIENCE = 2.0
-# The state of a page in `LookupResults`, in addition to the bits of stores.
-_LACKING, _READ, _IN_MEMORY = 0, 0x40, 0x80
+# Where a page is, in addition to the bits of stores, see `LookupResults`.
+_NO_STORES = np.empty(0, np.uint8)
+_READ, _IN_MEMORY, _STORES = np.uint8(0x40), np.uint8(0x80), np.uint8(DISK.bit | REMOTE.bit)
 _ARRIVAL, _BIT, _IS_URGENT = attrgetter("arrival"), attrgetter("bit"), attrgetter("is_urgent")
+_READ_LIST, _WAITS = attrgetter("read_list"), attrgetter("handle.waits")
 
 
 class Stage(IntEnum):
@@ -146,165 +148,108 @@ class Event(IntEnum):
     CANCEL = auto()  # The request was admitted and reads no further, or is gone.
 
 
-_PageTest = Callable[[CacheComponent, int], bool]  # of a row of a component
+_Where = npt.NDArray[np.uint8]
+_Indices = npt.NDArray[np.int64]  # of pages in their prompt, ascending unless something else is stated
+_Asked = dict[Component, _Indices]
 
 
-class ReadSpan(NamedTuple):
-    """An entry of a read list: consecutive pages of a prompt in reading order, in each store of the set `stores`; 0: a
-    read in flight loads them."""
+@dataclass(eq=False, slots=True)
+class ReadList:
+    """Pages of a component that a request has to read, in reading order: their `rows`, and the set of `stores` that
+    have each page; 0: a read in flight loads it."""
 
-    component: CacheComponent
-    stores: int
-    pages: range
+    rows: Rows
+    stores: _Where
 
 
 class LookupResults:
-    """Which stores have which pages of a prompt that memory lacks, by the answers so far.
+    """Where the pages of a prompt are, by the answers of stores so far.
 
     [0, num_usable)          memory serves these pages, for all components
     [num_usable, num_pages)  stores are asked for windows and states of these pages too
 
-    `memory`: where its pages are in memory. `may_share`: whether the request may wait for a page that is read.
-    `step`: -1 if pages are read from the end of the prompt, else 1. `_stores[page]`: the stores of a full page.
+    `may_share`: whether the request may wait for a page that is read. `where[component][page]`: `_IN_MEMORY`, `_READ`,
+    or the bits of stores; 0: no store is known to have it.
     """
 
-    def __init__(self, memory: Located, may_share: _PageTest | None = None, step: int = 1) -> None:
-        full = memory.context.full
-        self.memory = memory
-        self._may_share, self._step = may_share, step
-        self.num_pages, self.num_stores = memory.num_pages, len(memory.context.stores)
+    def __init__(self, memory: Located, may_share: Callable[[CacheComponent, Rows], Mask] | None = None) -> None:
+        self.memory, self.num_pages = memory, memory.num_pages
         self.num_usable = memory.last_end(memory.host_end, 0, memory.in_memory)
-        rows = memory.rows_named(full, range(memory.device_end, self.num_pages))
-        lacking = np.flatnonzero(~full.pages.has(rows, HELD | COPY))
-        self.first_gap = memory.device_end + int(lacking[0]) if len(lacking) else self.num_pages
-        stores = np.full(self.num_pages, _IN_MEMORY, np.uint8)
-        stores[memory.device_end + lacking] = _LACKING
-        self._stores = bytearray(stores.tobytes())
-        if may_share is not None and full.pages.num_in_flight:
-            for at in np.flatnonzero(full.pages.has(rows, READ)).tolist():
-                if may_share(full, int(rows[at])):
-                    self._stores[memory.device_end + at] = _READ
-        self._others: dict[bytes, int] = {}
-        others, pages = memory.context.components[1:], range(self.num_usable, self.num_pages)
-        self._other_keys = [key for other in others for key in memory.prompt.keys_of(other.name, pages)]
-
-    @property
-    def known(self) -> list[tuple[int, int, int]]:
-        """Full pages that stores have, or that a read in flight loads (0): (start, end, set of stores)."""
-        found, rest = list[tuple[int, int, int]](), bytes(self._stores)
-        while rest:
-            start, value = self.num_pages - len(rest), rest[0]
-            rest = rest.lstrip(rest[:1])
-            if value not in (_LACKING, _IN_MEMORY):
-                found.append((start, self.num_pages - len(rest), value & ~_READ))
-        return found
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether memory serves the complete prompt, or the device copies the rest to the host."""
-        return self._stores.count(_IN_MEMORY) == self.num_usable == self.num_pages
-
-    @property
-    def is_open(self) -> bool:
-        """Whether any page is left to ask a store for."""
-        return _LACKING in self._stores or len(self._others) < len(self._other_keys)
-
-    def unknown(self) -> tuple[list[int], tuple[bytes, ...]]:
-        """Full pages that no store is known to have, and the keys to ask a store for: theirs first, then those of
-        windows and states."""
-        pages = [page for page, value in enumerate(self._stores) if value == _LACKING]
-        others = [key for key in self._other_keys if key not in self._others]
-        return pages, (*self.memory.prompt.keys_of(FULL, pages), *others)
-
-    def in_stores(self) -> tuple[list[int], tuple[bytes, ...]]:
-        """Full pages that a store has, and their keys."""
-        pages = [page for page, value in enumerate(self._stores) if _LACKING < value < _READ]
-        return pages, (*self.memory.prompt.keys_of(FULL, pages),)
-
-    def add(self, store: Store, pages: Sequence[int], keys: Sequence[bytes], ok: Sequence[bool]) -> None:
-        """Record the answer of a store: of `keys`, the first of which belong to full `pages`, it has those that are
-        `ok`."""
-        for page in itertools.compress(pages, ok):
-            self._stores[page] |= store.bit
-        for key in itertools.compress(keys[len(pages) :], ok[len(pages) :]):
-            self._others[key] = self._others.get(key, 0) | store.bit
-
-    def lose(self, component: CacheComponent, pages: Sequence[int], store: Store) -> list[int]:
-        """Record that `store` does not read these pages. Returns the pages that the other store lacks."""
-        if component.name == FULL:
-            for page in pages:
-                self._stores[page] &= ~store.bit
-        else:
-            for key in self.memory.prompt.keys_of(component.name, pages):
-                if left := self._others.pop(key, 0) & ~store.bit:
-                    self._others[key] = left
-        return [page for page in pages if not self.stores_of(component, page)]
+        self.where = dict[Component, _Where]()
+        for component in memory.context.components:
+            first = memory.device_end if component.name == FULL else self.num_usable
+            rows = memory.rows_named(component, range(first, self.num_pages))
+            is_lacking = ~component.pages.has(rows, HELD | COPY)
+            if component.name != FULL:
+                on_device = memory.resident[component.name][first:]
+                is_lacking[: len(on_device)] &= ~on_device
+            self.where[component.name] = where = np.full(self.num_pages, _IN_MEMORY, np.uint8)
+            where[first:][is_lacking] = 0
+            if may_share is not None and component.pages.num_in_flight:
+                where[first:][is_lacking & may_share(component, rows)] = _READ
+        self.full = self.where[FULL]
 
     @property
     def is_empty(self) -> bool:
         """Whether no page is known to arrive."""
-        return not self._others and self.num_arriving(self.num_pages) == 0
+        return not any((where & ~_IN_MEMORY).any() for where in self.where.values())
 
     @property
     def full_end(self) -> int:
         """The end of the full pages that memory has, or that may arrive, without a gap."""
-        end = self._stores.find(_LACKING)
-        return self.num_pages if end < 0 else end
+        return first_gap(self.full != 0)
+
+    def unknown(self) -> _Asked:
+        """The pages that no store is known to have, by component; empty if there are none."""
+        asked = _Asked()
+        for name, where in self.where.items():
+            if len(pages := np.flatnonzero(where == 0)):
+                asked[name] = pages
+        return asked
+
+    def keys_of(self, asked: _Asked) -> tuple[bytes, ...]:
+        keys = list[bytes]()
+        for name, pages in asked.items():
+            keys += self.memory.prompt.keys_of(name, pages.tolist())
+        return tuple(keys)
+
+    def add(self, store: Store, asked: _Asked, ok: Sequence[bool]) -> None:
+        """Record the answer of a store: it has those of the `asked` pages that are `ok`."""
+        is_stored, start = np.array(ok, np.bool_), 0
+        for name, pages in asked.items():
+            self.where[name][pages[is_stored[start : start + len(pages)]]] |= store.bit
+            start += len(pages)
+
+    def lose(self, component: CacheComponent, pages: Counts, store: Store) -> Mask:
+        """Record that `store` does not read these pages. Returns which of them the other store lacks too."""
+        where = self.where[component.name]
+        where[pages] &= ~np.uint8(store.bit)
+        lacks: Mask = where[pages] & _STORES == 0
+        return lacks
 
     def end_with(self, num_pages: int) -> int:
-        """The same end if stores read only the first `num_pages`."""
-        for start, end, stores in self.known:
-            if stores and end - start > num_pages:
-                return min(start + num_pages, self.full_end)
-            num_pages -= end - start if stores else 0
-        return self.full_end
+        """`full_end` if stores read only the first `num_pages`."""
+        stored = np.flatnonzero(self.full & _STORES)
+        return self.full_end if len(stored) <= num_pages else min(int(stored[num_pages]), self.full_end)
 
     def usable_end(self, limit: int) -> int:
         """The longest prefix of at most `limit` pages that all components can use, with the pages that may arrive; at
         most `num_usable` if these add nothing."""
         return self.memory.last_end(limit, min(limit, self.num_usable), self._has)
 
-    def read_list(self, end: int) -> Iterator[ReadSpan]:
-        """The pages that may arrive and that a prefix of `end` pages needs: full pages, then windows and states."""
-        for start, known_end, stores in self.known:
-            if start < end:
-                yield ReadSpan(self.memory.context.full, stores, range(start, min(known_end, end))[:: self._step])
-        for component in self.memory.context.components[1:] if end > self.num_usable else ():
-            first = min(component.first_required(end), end - 1)  # the last page of an optional component
-            wanted = [page for page in range(first, end) if not self.memory.coming(component, page)]
-            yield from self.spans(component, [page for page in wanted if self._has(component, page)])
-
-    def spans(self, component: CacheComponent, pages: Sequence[int]) -> Iterator[ReadSpan]:
-        """These pages, ascending, by the stores that have them."""
-        for stores, group in itertools.groupby(pages, key=lambda page: self.stores_of(component, page)):
-            for start, end in spans([*group]):
-                yield ReadSpan(component, stores, range(start, end)[:: self._step])
-
-    def stores_of(self, component: CacheComponent, page: int) -> int:
-        """The set of stores that have a page that memory lacks."""
-        if component.name == FULL:
-            return self._stores[page] & ~(_READ | _IN_MEMORY)
-        return self._others.get(self.memory.prompt.key(component.name, page), 0)
-
     def num_arriving(self, end: int) -> int:
         """The number of full pages below `end` that may arrive."""
-        return end - self._stores.count(_LACKING, 0, end) - self._stores.count(_IN_MEMORY, 0, end)
+        return int(np.count_nonzero(self.full[:end] & ~_IN_MEMORY))
 
-    def by_store(self, start: int, end: int) -> Counter[Store]:
-        """The number of full pages [start, end) in each store; a page of both counts for the first one asked."""
-        found, context = Counter[Store](), self.memory.context
-        for known_start, known_end, stores in self.known:
-            first = next((store for store in context.stores if stores & store.bit), None)
-            if first is not None:
-                found[first] += max(0, min(end, known_end) - max(start, known_start))
-        return found
+    def to_read(self, component: CacheComponent, end: int) -> _Indices:
+        """The pages that may arrive and that a prefix of `end` pages needs."""
+        first = 0
+        if component.name != FULL:  # the last page of an optional component
+            first = min(component.first_required(end), end - 1) if end > self.num_usable else end
+        return first + np.flatnonzero(self.where[component.name][first:end] & ~_IN_MEMORY)
 
     def _has(self, component: CacheComponent, page: int) -> bool:
-        key = self.memory.prompt.key(component.name, page)
-        if self.memory.coming(component, page) or self._others.get(key):
-            return True
-        row = component.pages.table.row(key)
-        return row != NO_ROW and self._may_share is not None and self._may_share(component, row)
+        return bool(self.where[component.name][page])
 
 
 def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
@@ -312,19 +257,22 @@ def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
     stores answered within `wait_s`. No side effect."""
     located, until_s, all_known = LookupResults(memory), time.monotonic() + wait_s, True
     for store, tier in memory.context.stores.items():
-        pages, keys = located.unknown()
-        done = tier.find((), max(0.0, until_s - time.monotonic()), keys)
+        asked = located.unknown()
+        done = tier.find((), max(0.0, until_s - time.monotonic()), located.keys_of(asked))
         if done is None:
             all_known = False
         else:
-            located.add(store, pages, keys, done.others)
+            located.add(store, asked, done.others)
     end = located.usable_end(located.full_end)
-    num_pages = located.by_store(located.num_usable, end)
+    stores, num_pages = located.full[located.num_usable : end], Counter[Store]()
+    for store in memory.context.stores:  # no page was found in two
+        num_pages[store] = int(np.count_nonzero(stores & store.bit))
     # Stores may add windows or states to full pages that memory has.
-    added = [span.stores for span in located.read_list(end) if span.component.name != FULL and span.stores]
-    if added:
-        last = REMOTE if added[-1] == REMOTE.bit else DISK
-        num_pages[last] += max(0, end - located.num_usable - num_pages.total())
+    others = memory.context.components[1:]
+    added = [located.where[other.name][located.to_read(other, end)].tolist() for other in others]
+    if last := [*itertools.chain(*added)]:
+        store = REMOTE if last[-1] == REMOTE.bit else DISK
+        num_pages[store] += max(0, end - located.num_usable - num_pages.total())
     page = memory.context.tree.page_size
     return num_pages[DISK] * page, num_pages[REMOTE] * page, all_known
 
@@ -336,10 +284,11 @@ class PendingPrefetch:
     `is_urgent`: it waits for its pages, or would if computing it delayed other requests.
 
     `located`: where its pages are, from its first lookup until it is queued again. `lookup`: the job of a store that
-    it waits for. `num_asked_stores`: in the order of `StoreJobs`. `read_list`: pages to read that no job reads yet, in
-    reading order. `awaited`: full pages that have not arrived, in reading order, and `missing`: the pages [start, end)
-    around them. `jobs`: those that read pages that it waits for, for whichever request they were queued. `locked`:
-    pages of the host that its pages continue.
+    it waits for. `num_asked_stores`: in the order of `StoreJobs`. `read_list`: pages to read that no job reads yet, by
+    component; no part is empty. `awaited`: full pages that have not arrived, in reading order, and `missing`: the
+    pages [start, end) around them. `named`: rows of its pages that it holds; `rows`: those of the full pages from page
+    `first` on. `waited`: pages in flight that it waits for, and `jobs`: their jobs, for whichever request they were
+    queued. `locked`: pages of the host that its pages continue.
 
     `lease`: of an overlapped prefill; `computed_end`: its pages that are computed, or that the next pass computes.
     `begun_s`: when its reads began; `num_landed`: full pages that these read.
@@ -363,11 +312,15 @@ class PendingPrefetch:
     located: LookupResults | None = None
     lookup: Lookup | None = None
     num_asked_stores: int = 0
-    read_list: list[ReadSpan] = field(default_factory=list)
-    awaited: deque[range] = field(default_factory=deque)
+    read_list: dict[CacheComponent, ReadList] = field(default_factory=dict)
+    awaited: _Indices = field(default_factory=NO_ROWS.copy)
     missing: tuple[int, int] = (0, 0)
+    named: list[tuple[CacheComponent, Rows]] = field(default_factory=list)
+    rows: Rows = field(default_factory=NO_ROWS.copy)
+    first: int = 0
+    waited: dict[CacheComponent, Rows] = field(default_factory=dict)
     jobs: dict[PageRead, None] = field(default_factory=dict)
-    locked: list[tuple[CacheComponent, Rows]] = field(default_factory=list)
+    locked: dict[CacheComponent, list[Rows]] = field(default_factory=dict)
     num_usable: int = 0
     lease: Lease | None = None
     computed_end: int = 0
@@ -394,11 +347,21 @@ class PendingPrefetch:
         """The deadline of its reads."""
         return self.handle.deadline_s if self.handle.mode == "timeout" else math.inf
 
+    @property
+    def lacks_end(self) -> bool:
+        """Whether an overlapped prompt lacks windows or states at its end, without which it cannot use full pages. Full
+        pages are read after them."""
+        if not self.handle.overlaps:
+            return False
+        if any(component.name != FULL for component in self.read_list):
+            return True
+        return any(len(rows) > 0 and component.name != FULL for component, rows in self.waited.items())
+
     def begin(self, located: LookupResults) -> None:
         """Record which pages are in memory or in flight."""
         self.located = located
         self.num_usable, self.end = located.num_usable, located.num_pages
-        self.missing = (located.first_gap, self.end)
+        self.missing = (first_gap(located.full == _IN_MEMORY), self.end)
         self.num_asked_stores = 0
         self.lacks_host_room = self.has_failed = self.has_landed = False
 
@@ -406,178 +369,94 @@ class PendingPrefetch:
         """Make the read list of a prefix of `end` pages. Pages still awaited from an earlier list may have arrived."""
         assert self.located is not None
         self.end, self.begun_s, self.num_landed = end, now_s, 0
-        self.read_list += self.located.read_list(end)
-        self._sort()
-        awaited = [span.pages for span in self.read_list if span.component.name == FULL]
-        if self.awaited:
-            pages = {page for span in (*self.awaited, *awaited) for page in span if page < end}
-            awaited = [range(*span) for span in spans(sorted(pages))]
-            if self.handle.overlaps:
-                awaited = [span[::-1] for span in awaited[::-1]]
-        self.awaited = deque(awaited)
+        self.read_list.clear()
+        self.awaited, self.rows = np.sort(self.awaited[self.awaited < end]), NO_ROWS
+        for component in self.located.memory.context.components:
+            pages = named = self.located.to_read(component, end)
+            if component.name == FULL and len(self.awaited):
+                named = np.union1d(pages, self.awaited)
+            if not len(named):
+                continue
+            first = int(named[0])
+            rows = self.located.memory.rows_added(component, range(first, int(named[-1]) + 1))
+            component.pages.table.hold(rows)
+            self.named.append((component, rows))
+            if component.name == FULL:
+                self.awaited, self.first, self.rows = named, first, rows
+            if len(pages):
+                self.to_read(component, rows[pages - first])
+        if self.handle.overlaps:
+            self.awaited = self.awaited[::-1]
         self.missing = (self.missing[0], end)
 
-    def _sort(self) -> None:
-        """Sort the read list: full pages from the beginning, then windows and states. For an overlapped prefill from
-        the end, windows and states first, because the end of the prompt needs them."""
-        if len(self.read_list) < 2:
-            return
-        if self.handle.overlaps:
-            self.read_list.sort(key=lambda span: (span.component.name == FULL, -span.pages[-1]))
-        else:
-            self.read_list.sort(key=lambda span: (span.component.name != FULL, span.pages[0]))
+    def to_read(self, component: CacheComponent, rows: Rows) -> None:
+        """Add pages to the read list, which is sorted from the beginning of the prompt, for an overlapped prefill from
+        its end."""
+        if (part := self.read_list.get(component)) is not None:
+            rows = np.concatenate((part.rows, rows))
+        rows = rows[np.argsort(component.pages.table.index[rows])]
+        self.read_list[component] = ReadList(rows[::-1] if self.handle.overlaps else rows, _NO_STORES)
+        self.find_stores()
 
-    @property
-    def lacks_end(self) -> bool:
-        """Whether an overlapped prompt lacks windows or states at its end, without which it cannot use full pages. Full
-        pages are read after them."""
-        if not self.handle.overlaps:
-            return False
-        is_listed = any(span.component.name != FULL for span in self.read_list)
-        return is_listed or any(job.component.name != FULL for job in self.jobs)
+    def find_stores(self) -> None:
+        """Record which stores have the pages of the read list."""
+        assert self.located is not None
+        for component, part in self.read_list.items():
+            part.stores = self.located.where[component.name][component.pages.table.index[part.rows]] & _STORES
 
     def num_to_read(self, component: CacheComponent) -> int:
         """The number of pages of a component in the read list that a store has."""
-        num_pages = 0
-        for span in self.read_list:
-            if span.component is component and span.stores:
-                num_pages += len(span.pages)
-        return num_pages
+        part = self.read_list.get(component)
+        return 0 if part is None else int(np.count_nonzero(part.stores))
 
-    def add_store(self) -> None:
-        """Divide the read list again: another store has some of its pages too."""
-        assert self.located is not None
-        before, self.read_list = self.read_list, []
-        for span in before:
-            if span.stores:
-                self.read_list += self.located.spans(span.component, sorted(span.pages))
-            else:
-                self.read_list.append(span)
-        self._sort()
+    def remove(self, component: CacheComponent, start: int, end: int) -> None:
+        """Remove pages [start, end) of a component from the read list."""
+        part, removed = self.read_list[component], slice(start, end)
+        part.rows, part.stores = np.delete(part.rows, removed), np.delete(part.stores, removed)
+        if not len(part.rows):
+            del self.read_list[component]
 
-    def read_elsewhere(self, component: CacheComponent, pages: Sequence[int], store: Store) -> list[int]:
-        """Read these pages, ascending, from the other store in place of `store`. Returns the pages that it lacks."""
+    def read_elsewhere(self, component: CacheComponent, rows: Rows, store: Store) -> Counts:
+        """Read these pages from the other store in place of `store`. Returns the pages that it lacks."""
         assert self.located is not None
-        gone = self.located.lose(component, pages, store)
-        left = [page for page in pages if page not in gone] if gone else pages
-        if left and not self.handle.ended:
-            self.read_list += self.located.spans(component, left)
-            self._sort()
-        return gone
+        pages = component.pages.table.index[rows]
+        is_gone = self.located.lose(component, pages, store)
+        if not (is_gone.all() or self.handle.ended):
+            self.to_read(component, rows[~is_gone])
+        return pages[is_gone]
 
     def lock(self, component: CacheComponent, rows: Rows) -> None:
         """Keep these pages on the host while pages that continue them arrive."""
         if len(rows):
             component.pages.lock(rows)
-            self.locked.append((component, rows))
-
-    def follow(self, component: CacheComponent, landed: Rows, now_s: float) -> None:
-        """Keep these pages of a job for the pages that continue them."""
-        if not len(landed):
-            return
-        self.lock(component, landed)
-        if self.handle.overlaps:
-            self.progress_s = now_s
-        if component.name == FULL:
-            self.num_landed += len(landed)
-
-    def num_waited(self, component: CacheComponent) -> int:
-        """Pages of a component in flight that it waits for."""
-        return sum([len(job.requests[self]) for job in self.jobs if job.component is component])
-
-    def skip_arriving(self, at: int, jobs: StoreJobs) -> bool:
-        """Remove from span `at` of the read list pages that are in memory by now, and wait for pages that other jobs
-        read. Whether its next page is read by no job. An empty span is removed."""
-        component, stores, pages = self.read_list[at]
-        if self.computed_end and component.name == FULL:  # computed pages are the last in the reading order
-            pages = pages[: max(0, pages[0] + 1 - self.computed_end)]
-        num_pages = _WINDOW
-        while pages and num_pages == _WINDOW:
-            rows = self._rows(component, pages[:_WINDOW])
-            num_pages = first_gap(jobs.are_arriving(self, component, rows))
-            if num_pages:
-                self.has_shared |= jobs.share(self, component, rows[:num_pages])
-                pages = pages[num_pages:]
-        self.read_list[at : at + 1] = [ReadSpan(component, stores, pages)] if pages else []
-        if pages and not stores:  # the read in flight did not load it
-            self.has_failed = True
-            self.read_list.clear()
-        return bool(pages) and stores != 0
-
-    def next_pages(self, at: int, max_pages: int, jobs: StoreJobs) -> range:
-        """The next pages of span `at` that no job reads, at most `max_pages`, in reading order."""
-        component, _, pages = self.read_list[at]
-        pages = pages[:max_pages]
-        return pages[: first_gap(~jobs.are_arriving(self, component, self._rows(component, pages)))]
+            self.locked.setdefault(component, []).append(rows)
 
     def advance(self, full: CacheComponent) -> int:
         """Remove from `awaited` the pages that have arrived without a gap. Returns their number."""
-        num_landed, num_pages = 0, _WINDOW
-        while self.awaited and num_pages == _WINDOW:
-            pages = self.awaited[0]
-            num_pages = first_gap(full.pages.has(self._rows(full, pages[:_WINDOW]), HELD | COPY))
-            num_landed += num_pages
-            if num_pages < len(pages):
-                self.awaited[0] = pages[num_pages:]
-            else:
-                self.awaited.popleft()
-                num_pages = _WINDOW
-        ends = (self.awaited[0][0], self.awaited[-1][-1]) if self.awaited else ()
-        self.missing = (min(ends), max(ends) + 1) if ends else (self.end, self.end)
+        if len(self.awaited) and not len(self.rows):
+            return 0
+        num_landed = first_gap(full.pages.has(self.rows[self.awaited - self.first], HELD | COPY))
+        self.awaited = awaited = self.awaited[num_landed:]
+        self.missing = (int(awaited.min()), int(awaited.max()) + 1) if len(awaited) else (self.end, self.end)
         self.has_landed |= num_landed > 0
         return num_landed
 
-    def _rows(self, component: CacheComponent, pages: range) -> Rows:
-        assert self.located is not None
-        return self.located.memory.rows_named(component, pages)
-
-    def stop_reading(self) -> list[PageRead]:
-        """Wait for no further page, and keep those that arrived. Returns jobs without waiting requests."""
-        self.handle.end()
-        self.read_list.clear()
-        self.lookup = None
-        return self.leave()
-
-    def cut(self, page: int) -> list[PageRead]:
-        """Record that a page does not arrive. Pages behind it are of no use, unless the request computes the page: a
-        full page, but no state or window at the end. Returns jobs without waiting requests."""
-        assert self.located is not None
-        self.has_failed = True
-        overlaps = self.handle.overlaps
-        if overlaps and self.located.usable_end(self.end) == self.end:
-            return []
-        self.read_list.clear()
-        return self.leave() if overlaps else self.leave(lambda _, pages: pages > page)
-
-    def leave(self, of_pages: Callable[[CacheComponent, Counts], Mask] | None = None) -> list[PageRead]:
-        """Wait no longer for pages in flight: for those of its prompt that `of_pages` chooses of a component, all by
-        default. Returns jobs without waiting requests."""
-        left = list[PageRead]()
-        for job in [*self.jobs]:
-            rows, component = job.requests[self], job.component
-            stays = rows[:0] if of_pages is None else rows[~of_pages(component, component.pages.table.index[rows])]
-            if len(stays):
-                job.requests[self] = stays
-            else:
-                del job.requests[self], self.jobs[job]
-                left += [] if job.requests else [job]
-        return left
-
-    def release(self) -> list[PageRead]:
-        """Wait for nothing in flight, and unlock all pages. Returns jobs without waiting requests."""
-        for component in dict.fromkeys([component for component, _ in self.locked]):
-            rows = np.concatenate([rows for locked, rows in reversed(self.locked) if locked is component])
+    def release(self) -> None:
+        """Unlock all pages, and hold no rows."""
+        for component, parts in self.locked.items():
+            rows = np.concatenate(parts[::-1])
             while len(rows):  # once, unless pages were locked more than once
                 distinct = np.sort(np.unique(rows, return_index=True)[1])
                 component.pages.unlock(rows[distinct])
                 rows = np.delete(rows, distinct)
+        for component, rows in self.named:
+            component.pages.table.drop(rows)
         if self.located is not None:
             self.end = self.located.num_pages
             self.missing = (self.missing[0], self.end)
-        self.locked, self.located = [], None
-        self.lookup = None
+        self.locked, self.named, self.rows = {}, [], NO_ROWS
+        self.located = self.lookup = None
         self.read_list.clear()
-        return self.leave()
 
 
 def _in_turn(requests: Iterable[PendingPrefetch]) -> list[PendingPrefetch]:
@@ -587,33 +466,31 @@ def _in_turn(requests: Iterable[PendingPrefetch]) -> list[PendingPrefetch]:
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """A job that asks a store for pages of a request: the full `pages`, whose keys come first in `keys`. `located`: the
-    results that its answer adds to."""
+    """A job that asks a store for the `asked` pages of a request. `located`: the results that its answer adds to."""
 
     request: PendingPrefetch
     store: Store
     located: LookupResults
-    pages: list[int]
-    keys: tuple[bytes, ...]
+    asked: _Asked
     is_awaited: bool
     is_stalled: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class PageRead:
-    """A job that reads pages of a component from a store, which follow each other in a prompt. `is_urgent`: of an
-    urgent request.
+    """A job that reads pages of a component from a store. `is_urgent`: of an urgent request.
 
-    `rows`: as they are read; those that `is_live` are its own, the others were given up, and their places are
-    `disowned`. `requests`: which of its pages each request waits for.
+    `rows`: as they are read; the `ticket` column of a page that was given up names another job, and `disowned` has its
+    place. `requests`: which wait for some of its pages. `landed`: the pages that it has read.
     """
 
+    ticket: int
     component: CacheComponent
     store: Store
     rows: Rows
     is_urgent: bool
-    is_live: Mask
-    requests: dict[PendingPrefetch, Rows]
+    requests: dict[PendingPrefetch, None]
+    landed: Rows = field(default_factory=NO_ROWS.copy)
     disowned: list[int] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_stalled: bool = False
@@ -625,6 +502,16 @@ class PageRead:
     def is_for(self, request: PendingPrefetch) -> bool:
         """Whether a request may wait for it: an urgent request waits for no background job."""
         return self.is_urgent or not request.is_urgent
+
+
+class NextRead(NamedTuple):
+    """Pages [start, end) of a component in a read list, and the number of jobs that `store` may get for them."""
+
+    component: CacheComponent
+    start: int
+    end: int
+    store: Store
+    num_free: int
 
 
 class _ReadPages(Columns):
@@ -639,123 +526,128 @@ class StoreJobs:
     by the scheduler thread.
 
     A store counts as fast as its earlier reads, and no faster than its present ones: if its next job is late, each job
-    behind that counts as late. `num_pages`: pages in flight by component. `bereft`: requests whose pages a job gave up.
+    behind that counts as late. `num_pages`: full pages of all jobs. `num_awaited_lookups`: those for which a request
+    waits, or waited before it was cancelled. `bereft`: requests whose pages a job gave up.
     """
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._tickets = itertools.count()
-        self._tiers, self._polled = context.stores, tuple(context.stores.values())
+        self._tickets = itertools.count(1)
+        self._tiers = context.stores
         self._stores = tuple(context.stores)  # in the order in which requests ask them
         self._clock = next(tier.clock for tier in context.stores.values())
         self._answered_s = dict.fromkeys(context.stores, -math.inf)
         self.lookups, self.reads = dict[int, Lookup](), dict[int, PageRead]()
+        self._num_jobs = Counter[tuple[Store, bool]]()  # reads by store and `is_urgent`, without stalled ones
         self._read_pages = {component.name: _ReadPages() for component in context.components}
         for component in context.components:
             component.pages.table.add_columns(self._read_pages[component.name])
-        self.num_pages = dict.fromkeys(context.by_name, 0)
+        self.num_pages = self.num_awaited_lookups = 0
         self.bereft = list[PendingPrefetch]()
-
-    def poll(self) -> list[FindDone | ReadDone | Stalled]:
-        """The answers since the last call."""
-        return [done for tier in self._polled for done in tier.reads.poll()]
 
     def is_busy(self) -> bool:
         """Whether any job is under way that no stalled thread has."""
         lookups, reads = self.lookups.values(), self.reads.values()
         return not (all(job.is_stalled for job in lookups) and all(job.is_stalled for job in reads))
 
-    def rows(self, component: Component) -> Iterable[Rows]:
-        """Of each job the pages that it reads."""
-        return (job.rows[job.is_live] for job in self.reads.values() if job.component.name == component)
+    def may_share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Mask:
+        """Which of these pages are read by jobs for which the request may wait."""
+        is_read = component.pages.has(rows, READ)
+        for job, of_job in self._reading(component, rows, is_read):
+            if not job.is_for(request):
+                is_read &= ~of_job
+        return is_read
 
-    def may_share(self, request: PendingPrefetch, component: CacheComponent, row: int) -> bool:
-        """Whether a request may wait for a page that is read."""
-        is_read = bool(component.pages.state[row] & READ)
-        return is_read and self.reads[int(self._read_pages[component.name].ticket[row])].is_for(request)
+    def share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> None:
+        """Have a request wait for those of these pages that are read."""
+        is_read = component.pages.has(rows, READ)
+        for job, _ in self._reading(component, rows, is_read):
+            job.requests[request] = request.jobs[job] = None
+            request.has_shared = True
+        if is_read.any():
+            request.waited[component] = np.union1d(request.waited.get(component, NO_ROWS), rows[is_read])
 
-    def _reading(self, component: CacheComponent, rows: Rows) -> Iterator[tuple[PageRead, Mask]]:
-        """The jobs that read any of these pages, and which pages each of them reads."""
-        if component.pages.num_in_flight and (is_read := component.pages.has(rows, READ)).any():
-            tickets = np.where(is_read, self._read_pages[component.name].ticket[rows], NO_ROW)
+    def leave(self, request: PendingPrefetch, which: Callable[[CacheComponent, Counts], Mask] | None = None) -> None:
+        """Have a request wait no longer for its pages in flight: for pages of a component that `which` chooses by their
+        index, by default for all. Jobs for which no request waits are cancelled."""
+        for component, rows in request.waited.items():
+            is_left = slice(None) if which is None else which(component, component.pages.table.index[rows])
+            request.waited[component] = np.delete(rows, is_left)
+        self.cancel([job for job in self._leave_jobs(request) if not job.requests])
+
+    def _leave_jobs(self, request: PendingPrefetch) -> list[PageRead]:
+        """A request waits for fewer pages: it leaves the jobs that read none of them, which are returned."""
+        tickets, left = set[int](), list[PageRead]()
+        for component, rows in request.waited.items():
+            tickets.update(self._read_pages[component.name].ticket[rows].tolist())
+        for job in [*request.jobs]:
+            if job.ticket not in tickets:
+                del request.jobs[job], job.requests[request]
+                left.append(job)
+        return left
+
+    def _reading(self, component: CacheComponent, rows: Rows, is_read: Mask) -> Iterator[tuple[PageRead, Mask]]:
+        """The jobs that read these pages, of which `is_read` are read, and which of them each job reads."""
+        if is_read.any():
+            tickets = np.where(is_read, self._read_pages[component.name].ticket[rows], 0)
             for ticket in dict.fromkeys(tickets[is_read].tolist()):
                 yield self.reads[ticket], tickets == ticket
 
-    def are_arriving(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Mask:
-        """Which of these pages are in memory, or arrive without a read of the request."""
-        arriving = component.pages.has(rows, HELD | COPY | READ)
-        if arriving.any():
-            for job, of_job in self._reading(component, rows):
-                if not job.is_for(request):
-                    arriving &= ~of_job
-        return arriving
-
-    def share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> bool:
-        """Have a request wait for those of these pages that are read; whether there are any."""
-        has_any = False
-        for job, of_job in self._reading(component, rows):
-            job.requests[request] = np.union1d(job.requests.get(request, rows[:0]), rows[of_job])
-            request.jobs[job] = None
-            has_any = True
-        return has_any
-
-    @property
-    def num_awaited_lookups(self) -> int:
-        """The number of lookups for which a request waits, or waited before it was cancelled."""
-        return sum([lookup.is_awaited for lookup in self.lookups.values()])
-
     # Lookups
 
-    def look_up(self, request: PendingPrefetch) -> bool:
+    def look_up(self, request: PendingPrefetch, located: LookupResults, asked: _Asked) -> bool:
         """Ask the next store for the pages that the stores before it lack. False if there is no such store or page, or
         if its queue is full."""
-        assert request.located is not None
-        if request.num_asked_stores == len(self._stores) or not request.located.is_open:
+        if request.num_asked_stores == len(self._stores) or not asked:
             return False
         store = self._stores[request.num_asked_stores]
         request.num_asked_stores += 1
-        request.lookup = self._ask(request, store, *request.located.unknown(), is_awaited=True)
+        request.lookup = self._ask(request, located, store, asked, is_awaited=True)
         return request.lookup is not None
 
     def ask_remote_too(self, request: PendingPrefetch) -> None:
         """Ask the remote tier for the pages of the disk too, if it would read a good part of them in the same time and
         was not asked for pages that the disk lacks."""
-        assert request.located is not None
+        located = request.located
+        assert located is not None
         if REMOTE not in self._tiers or request.num_asked_stores == len(self._stores):
             return
-        pages, keys = request.located.in_stores()
+        pages = np.flatnonzero(located.full & _STORES)
         num_bytes = len(pages) * self._context.full.host.page_bytes
         if len(pages) >= _LEAST_SHARED_PAGES and self._is_remote_fast(num_bytes):
-            self._ask(request, REMOTE, pages, keys, is_awaited=False)
+            self._ask(request, located, REMOTE, {FULL: pages}, is_awaited=False)
 
     def take_lookup(self, done: FindDone | Stalled) -> Lookup:
         """The lookup that was answered, or that stalled."""
-        if isinstance(done, FindDone):
-            return self.lookups.pop(done.ticket)
         lookup = self.lookups[done.ticket]
+        if isinstance(done, FindDone):
+            del self.lookups[done.ticket]
+            self.num_awaited_lookups -= lookup.is_awaited
+            return lookup
         lookup.is_stalled = True
         return lookup
 
     def note_answer(self, lookup: Lookup, done: FindDone) -> None:
         """Add the answer of a store to the results. Events get the first page that the disk lacks, unless the answers
         of its writes name removed pages."""
-        lookup.located.add(lookup.store, lookup.pages, lookup.keys, done.others)
+        located, pages = lookup.located, lookup.asked.get(FULL, NO_ROWS)
+        located.add(lookup.store, lookup.asked, done.others)
         events = self._context.tree.events
         if events is None or lookup.store is not DISK or not done.answered or self._tiers[DISK].tells_removed:
             return
-        missed = (page for page in lookup.pages if not lookup.located.stores_of(self._context.full, page))
-        events.missed_on_disk(lookup.located.memory.prompt.keys_of(FULL, [*itertools.islice(missed, 1)]))
+        missed = pages[located.full[pages] & _STORES == 0][:1]
+        events.missed_on_disk(located.memory.prompt.keys_of(FULL, missed.tolist()))
 
     def _ask(
-        self, request: PendingPrefetch, store: Store, pages: list[int], keys: tuple[bytes, ...], *, is_awaited: bool
+        self, request: PendingPrefetch, located: LookupResults, store: Store, asked: _Asked, *, is_awaited: bool
     ) -> Lookup | None:
-        assert request.located is not None
         ticket = next(self._tickets)
         queue_class = ReadClass.URGENT_FIND if request.is_urgent else ReadClass.BACKGROUND_FIND
-        if not self._tiers[store].reads.submit(FindJob(ticket, (), queue_class, keys)):
+        if not self._tiers[store].reads.submit(FindJob(ticket, (), queue_class, located.keys_of(asked))):
             self._counters.refused.value += 1
             return None
-        lookup = self.lookups[ticket] = Lookup(request, store, request.located, pages, keys, is_awaited)
+        self.num_awaited_lookups += is_awaited
+        lookup = self.lookups[ticket] = Lookup(request, store, located, asked, is_awaited)
         return lookup
 
     def _is_remote_fast(self, num_bytes: int) -> bool:
@@ -767,173 +659,198 @@ class StoreJobs:
 
     # Reads
 
-    def next_of(self, request: PendingPrefetch, num_times: int) -> tuple[int, Store, int] | None:
-        """The next span of a read list, the store that reads it sooner, and the number of jobs that this store may get.
-        If that store has enough jobs (`num_times` the number that suffices for short steps), the next span of the other
-        store."""
+    def next_of(self, request: PendingPrefetch, num_times: int) -> NextRead | None:
+        """The next pages of a read list that no job reads, and the store that reads them sooner. If that store has
+        enough jobs (`num_times` the number that suffices for short steps), the next pages of the other store. Pages
+        that are in memory by now leave the read list; so do pages that other jobs read, for which the request waits
+        then."""
         free = self._free_jobs(request, num_times)
-        at, skipped, free_bits = 0, 0, sum(map(_BIT, free))  # skipped: stores with enough jobs
-        while at < len(request.read_list):
-            span = request.read_list[at]
-            if span.component.name == FULL and request.lacks_end:
-                return None
-            if at and (span.stores == skipped or not span.stores & free_bits):
-                at += 1
-            elif request.skip_arriving(at, self):
-                store = self._sooner(span.stores, is_urgent=request.is_urgent)
-                if store in free:
-                    return at, store, free[store]
-                at, skipped = at + 1, span.stores
+        free_bits = sum(map(_BIT, free))
+        components = self._context.components
+        for component in reversed(components) if request.handle.overlaps else components:
+            skipped, at = list[int](), 0
+            if (part := request.read_list.get(component)) is None:
+                continue
+            if component.name == FULL:
+                if request.lacks_end:
+                    return None
+                if request.computed_end:  # computed pages are the last in the reading order
+                    num_left = first_gap(component.pages.table.index[part.rows] >= request.computed_end)
+                    request.remove(component, num_left, len(part.rows))
+            while at < len(part.rows):
+                rows, stores = part.rows[at : at + _MOST_PAGES], part.stores[at : at + _MOST_PAGES]
+                arriving = component.pages.has(rows, HELD | COPY)
+                if component.pages.num_in_flight:
+                    arriving |= self.may_share(request, component, rows)
+                if arriving[0]:
+                    end = at + first_gap(arriving)
+                    self.share(request, component, part.rows[at:end])
+                    request.remove(component, at, end)
+                elif not stores[0]:  # the read in flight did not load it
+                    request.has_failed = True
+                    request.read_list.clear()
+                    return None
+                elif (store := self._sooner(int(stores[0]), is_urgent=request.is_urgent)) in free:
+                    end = at + first_gap(~arriving & (stores == stores[0]))
+                    return NextRead(component, at, end, store, free[store])
+                else:
+                    skipped.append(int(stores[0]))
+                    is_next = (part.stores[at:] & free_bits != 0) & ~np.isin(part.stores[at:], skipped)
+                    at = at + int(is_next.argmax()) if is_next.any() else len(part.rows)
         return None
 
-    def read(self, request: PendingPrefetch, at: int, store: Store, max_jobs: int, max_pages: int) -> list[Rows]:
-        """Queue at most `max_jobs` jobs of a store for the next pages of a span, until they have `max_pages`, as far as
-        the host has free pages. Returns the pages of each; none if the first page has no free page."""
-        component, stores, left = request.read_list[at]
-        has_both, overlaps, pages = stores & (stores - 1) != 0, request.handle.overlaps, component.pages
+    def read(self, request: PendingPrefetch, chosen: NextRead, max_jobs: int, max_pages: int) -> tuple[int, int]:
+        """Queue at most `max_jobs` jobs for the chosen pages, until they have `max_pages`, as far as the host has free
+        pages. Returns the numbers of jobs and pages; none if the first page has no free page."""
+        component, at, end, store, num_free = chosen
+        part, pages, overlaps = request.read_list[component], component.pages, request.handle.overlaps
+        has_both = part.stores[at] == _STORES
         job_pages, num_jobs = self._job_pages(component, store)
         if overlaps or has_both:  # between two jobs, computed pages or those of the other store are skipped
             job_pages = min(job_pages, -(-request.num_to_read(component) // _LEAST_JOBS))
-        num_jobs = 1 if has_both else min(num_jobs, max_jobs, -(-max_pages // job_pages))
-        taken = self._reserve(request, component, request.next_pages(at, num_jobs * job_pages, self))
+        num_jobs = 1 if has_both else min(num_jobs, max_jobs, num_free, -(-max_pages // job_pages))
+        taken = self._reserve(request, component, part.rows[at : min(end, at + num_jobs * job_pages)])
         if not len(taken):
-            return []
-        if not self._of(store):
+            return 0, 0
+        if not (self._num_jobs[store, True] or self._num_jobs[store, False]):
             self._answered_s[store] = self._clock()
+        request.remove(component, at, at + len(taken))
+        request.waited[component] = np.concatenate((request.waited.get(component, NO_ROWS), taken))
         pages.source[taken] = store.bit
-        self.num_pages[component.name] += len(taken)
-        request.read_list[at : at + 1] = [ReadSpan(component, stores, left)] if (left := left[len(taken) :]) else []
+        self.num_pages += len(taken) if component.name == FULL else 0
         until_s, is_urgent = request.until_s, request.is_urgent
         queue_class = ReadClass.URGENT_READ if is_urgent else ReadClass.BACKGROUND_READ
         keys, places, step = pages.table.keys_of(taken), pages.place[taken].tolist(), -1 if overlaps else 1
-        queued, jobs = list[Rows](), list[ReadJob]()
+        jobs, tickets, memory = list[ReadJob](), self._read_pages[component.name].ticket, component.host.memory
         for start in range(0, len(taken), job_pages):
-            at_job = slice(start, start + job_pages)
-            rows, ticket = taken[at_job][::step], next(self._tickets)
-            job = PageRead(component, store, rows, is_urgent, np.ones(len(rows), np.bool_), {request: rows})
-            self.reads[ticket] = job
+            of_job, ticket = slice(start, start + job_pages), next(self._tickets)
+            rows = taken[of_job][::step]
+            tickets[rows] = ticket
+            job = self.reads[ticket] = PageRead(ticket, component, store, rows, is_urgent, {request: None})
             request.jobs[job] = None
-            self._read_pages[component.name].ticket[rows] = ticket
-            job_keys, views = tuple(keys[at_job][::step]), component.host.views(places[at_job][::step])
-            jobs.append(ReadJob(ticket, 0, job_keys, views, job.cancelled, until_s, queue_class))
-            queued.append(rows)
+            job_keys, job_pages_at = tuple(keys[of_job][::step]), PageRows(memory, places[of_job][::step])
+            jobs.append(ReadJob(ticket, 0, job_keys, job_pages_at, job.cancelled, until_s, queue_class))
+        self._num_jobs[store, is_urgent] += len(jobs)
         are_queued = self._tiers[store].reads.submit(*jobs)
         assert are_queued, "the queue has free entries"
-        return queued
+        return len(jobs), len(taken)
 
-    def _reserve(self, request: PendingPrefetch, component: CacheComponent, wanted: range) -> Rows:
+    def _reserve(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Rows:
         """Host pages for these pages of a prompt, in reading order: the first ones, so far as others leave for them. A
         background job that reads some of them gives them up."""
         assert request.located is not None
-        memory, table, first = request.located.memory, component.pages.table, min(wanted)
-        ascending = range(first, first + len(wanted))
-        named = memory.rows_named(component, ascending)
-        for job, of_job in [*self._reading(component, named)]:
-            self._give_up(job, np.isin(job.rows, named[of_job]))
-        rows = memory.rows_added(component, ascending)
-        taken = component.pages.reserve(rows if wanted == ascending else rows[::-1], READ)
-        if component.name == FULL and self._context.tree.events is not None and self._context.watch is not None:
-            pages = memory.prompt.event_pages(first, first + len(wanted))
-            self._context.watch.note(pages, table.keys_of(taken))
+        pages, watch = component.pages, self._context.watch
+        if pages.num_in_flight:
+            for job, of_job in [*self._reading(component, rows, pages.has(rows, READ))]:
+                self._give_up(job, rows[of_job])
+        taken = pages.reserve(rows, READ)
+        if component.name == FULL and self._context.tree.events is not None and watch is not None:
+            index, prompt = pages.table.index[rows], request.located.memory.prompt
+            watch.note(prompt.event_pages(int(index.min()), int(index.max()) + 1), pages.table.keys_of(taken))
         return taken
 
-    def _give_up(self, job: PageRead, which: Mask) -> None:
-        """A job reads those of its pages that are in `which` no more; requests that wait for them look them up
-        again."""
-        gone = job.rows[which & job.is_live]
+    def _give_up(self, job: PageRead, gone: Rows) -> None:
+        """A job reads some of its pages no more; requests that wait for them look them up again."""
+        component = job.component
         for request in [*job.requests]:
-            waited = job.requests[request]
+            waited = request.waited[component]
             stays = waited[~np.isin(waited, gone)]
-            if len(stays) == len(waited):
-                continue
-            request.has_failed = True
-            self.bereft.append(request)
-            if len(stays):
-                job.requests[request] = stays
-            else:
-                del job.requests[request], request.jobs[job]
-        if job.component.name == FULL and self._context.watch is not None:
-            self._context.watch.forget(job.component.pages.table.keys_of(gone))
-        job.disowned += job.component.pages.disown(gone)
-        job.is_live &= ~which
+            if len(stays) < len(waited):
+                request.waited[component] = stays
+                request.has_failed = True
+                self.bereft.append(request)
+                self._leave_jobs(request)
+        if component.name == FULL and self._context.watch is not None:
+            self._context.watch.forget(component.pages.table.keys_of(gone))
+        self._read_pages[component.name].ticket[gone] = 0
+        job.disowned += component.pages.disown(gone)
 
-    def take(self, done: ReadDone) -> tuple[PageRead, Mask]:
-        """The job that was answered, and which of its pages it read."""
-        job = self.reads.pop(done.ticket)
-        if job.disowned:
-            job.component.pages.free_disowned(job.disowned)
-        self._answered_s[job.store] = self._clock()
-        self.num_pages[job.component.name] -= len(job.rows)
-        num_ok = sum(done.ok)
-        num_bytes = num_ok * job.component.host.page_bytes
-        self._counters.lost.value += done.asked - num_ok
-        if num_ok:
-            self._counters.count_read(job.store, num_bytes, done.seconds)
-        self._cost.observe_read(num_bytes, done.seconds, job.store)
-        ok = np.zeros(len(job.rows), np.bool_)
-        ok[: len(done.ok)] = done.ok
-        return job, ok
+    def take(self, answers: Iterable[ReadDone]) -> list[PageRead]:
+        """Publish the pages of the jobs that were answered, count them, and tell events of them. Returns the jobs."""
+        now_s, ended = self._clock(), dict[CacheComponent, list[tuple[PageRead, ReadDone]]]()
+        jobs, moved = list[PageRead](), dict[Store, list[tuple[int, float]]]()
+        for done in answers:
+            job, num_ok = self.reads.pop(done.ticket), sum(done.ok)
+            jobs.append(job)
+            ended.setdefault(job.component, []).append((job, done))
+            if job.disowned:
+                job.component.pages.free_disowned(job.disowned)
+            self._answered_s[job.store] = now_s
+            self._num_jobs[job.store, job.is_urgent] -= not job.is_stalled
+            self._counters.lost.value += done.asked - num_ok
+            if num_ok:
+                num_bytes = num_ok * job.component.host.page_bytes
+                moved.setdefault(job.store, []).append((num_bytes, done.seconds))
+        for store, of_store in moved.items():
+            self._counters.count_reads(store, of_store)
+            self._cost.observe_reads(of_store, store)
+        for component in self._context.components:
+            if component in ended:
+                self._publish(component, ended[component])
+        return jobs
 
-    def publish(self, component: CacheComponent, ended: Sequence[tuple[PageRead, Mask]]) -> None:
-        """Publish the pages of a component that jobs read, count them, and tell events of them. `ended`: jobs, and
-        which of their pages they read."""
-        if not ended:
-            return
-        # The jobs that ended last come first, as uses of pages do.
-        rows = np.concatenate([job.rows[job.is_live] for job, _ in reversed(ended)])
-        ok = np.concatenate([ok[job.is_live] for job, ok in reversed(ended)])
+    def _publish(self, component: CacheComponent, ended: Sequence[tuple[PageRead, ReadDone]]) -> None:
+        """Publish the pages of a component that jobs read. The jobs that ended last come first, as uses of pages do."""
         events, watch, pages = self._context.tree.events, self._context.watch, component.pages
-        if component.name == FULL and watch is not None:
+        is_full, parts, oks, of_jobs = component.name == FULL, list[Rows](), list[bool](), list[int]()
+        for job, done in reversed(ended):
+            parts.append(job.rows)
+            oks += done.ok
+            of_jobs += [job.ticket] * len(job.rows)
+        rows, ok, tickets = np.concatenate(parts), np.array(oks, np.bool_), np.array(of_jobs)
+        is_live = self._read_pages[component.name].ticket[rows] == tickets
+        self.num_pages -= len(rows) if is_full else 0
+        if not is_live.all():
+            rows, ok, tickets = rows[is_live], ok[is_live], tickets[is_live]
+        if is_full and watch is not None:
             watch.forget(pages.table.keys_of(rows[~ok]))
         landed = pages.landed(rows, ok)
         pages.mark_stored(landed, pages.source[landed])
         from_disk = pages.source[landed] == DISK.bit
         self._context.page_uses.read(pages.table.name[landed[from_disk]])
-        if component.name == FULL:
+        if is_full:
             self._counters.landed.value += len(landed) * self._context.tree.page_size
-        if component.name == FULL and events is not None and watch is not None:
-            for job, ok in ended:
-                for told in watch.told(pages.table.keys_of(job.rows[job.is_live & ok])):
+        tickets = tickets[ok]
+        for job, _ in ended:
+            job.landed = landed[tickets == job.ticket]
+            if is_full and events is not None and watch is not None:
+                for told in watch.told(pages.table.keys_of(job.landed)):
                     events.landed(told, from_disk=job.store is DISK)
 
     def give_back(self, job: PageRead) -> list[PendingPrefetch]:
         """Have all requests of a stalled job read its pages from the other store. Returns the requests for which that
         store lacks some."""
+        if not job.is_stalled:
+            self._num_jobs[job.store, job.is_urgent] -= 1
         job.is_stalled = True
-        stranded = list[PendingPrefetch]()
-        table = job.component.pages.table
-        for request, rows in [*job.requests.items()]:
-            pages = table.index[rows].tolist()
-            del job.requests[request], request.jobs[job]
-            if request.read_elsewhere(job.component, pages, job.store):
+        stranded, tickets = list[PendingPrefetch](), self._read_pages[job.component.name].ticket
+        for request in [*job.requests]:
+            waited = request.waited[job.component]
+            is_given = tickets[waited] == job.ticket
+            request.waited[job.component] = waited[~is_given]
+            del request.jobs[job], job.requests[request]
+            if len(request.read_elsewhere(job.component, waited[is_given], job.store)):
                 stranded.append(request)
         self.cancel([job])
         return stranded
 
-    def cancel(self, jobs: Iterable[PageRead]) -> None:
+    def cancel(self, jobs: Sequence[PageRead]) -> None:
         """Cancel jobs for which no request waits. Their pages may be read by other jobs at once."""
-        stores = set[Store]()
         for job in jobs:
-            self._give_up(job, job.is_live)
+            self._give_up(job, job.rows[self._read_pages[job.component.name].ticket[job.rows] == job.ticket])
             job.cancelled.set()
-            stores.add(job.store)
-        for store in stores:
+        for store in {job.store for job in jobs}:
             self._tiers[store].reads.tell_cancelled()
-
-    def _of(self, store: Store) -> list[PageRead]:
-        return [job for job in self.reads.values() if job.store is store]
 
     def _free_jobs(self, request: PendingPrefetch, num_times: int) -> dict[Store, int]:
         """The number of jobs of the kind of the request, urgent or background, that each store lacks."""
-        found, is_urgent = dict[Store, int](), request.is_urgent
+        found = dict[Store, int]()
         for store, tier in self._tiers.items():
+            num_missing = num_times * _MAX_IN_FLIGHT - self._num_jobs[store, request.is_urgent]
             if (num_free := tier.reads.num_free) == 0:
                 self._counters.refused.value += 1
-                continue
-            jobs = self._of(store)
-            num_jobs = sum([job.is_urgent == is_urgent and not job.is_stalled for job in jobs])
-            if num_jobs < num_times * _MAX_IN_FLIGHT:
-                found[store] = min(num_free, num_times * _MAX_IN_FLIGHT - num_jobs)
+            elif num_missing > 0:
+                found[store] = min(num_free, num_missing)
         return found
 
     def _sooner(self, stores: int, *, is_urgent: bool) -> Store:
@@ -947,7 +864,10 @@ class StoreJobs:
     def _wait_s(self, store: Store, *, is_urgent: bool) -> tuple[float, int]:
         """Seconds until a store would have read one more page, and the bytes queued there, which decide between equal
         times. A store whose rate is unknown gets a job for each of its readers, and no more."""
-        jobs, page_bytes = self._of(store), self._context.full.host.page_bytes
+        jobs, page_bytes = (
+            [job for job in self.reads.values() if job.store is store],
+            self._context.full.host.page_bytes,
+        )
         if self._tiers[store].reads.refuses() or any(job.is_stalled for job in jobs):
             return math.inf, 0
         jobs = [job for job in jobs if job.is_urgent or not is_urgent]
@@ -966,46 +886,37 @@ class StoreJobs:
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         if job_s is not None:
             max_pages = tier.job_pages if job_s <= _MAX_JOB_S else max(1, int(tier.job_pages * _MAX_JOB_S / job_s))
-        elif num_idle := max(0, tier.num_readers - len(self._of(store))):
-            return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)), num_idle
-        else:
-            max_pages = tier.job_pages
-        return max_pages, _MAX_IN_FLIGHT
+            return max_pages, _MAX_IN_FLIGHT
+        num_jobs = self._num_jobs[store, True] + self._num_jobs[store, False]
+        if num_jobs < tier.num_readers:
+            return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)), tier.num_readers - num_jobs
+        return tier.job_pages, _MAX_IN_FLIGHT
 
 
 class _Claim(ref[Prefetch]):
     """The claim of one handle: its number of pages."""
 
     __slots__ = ("num_pages", "request_id")
-
-    def __init__(self, handle: Prefetch, callback: Callable[[_Claim], None]) -> None:
-        super().__init__(handle, callback)  # type: ignore[call-arg]
-        self.request_id, self.num_pages = handle.request_id, 0
+    num_pages: int
+    request_id: str
 
 
 class HostShare:
     """Pages that landed for requests before their admission, by request. Owned by the scheduler thread.
 
     A claim ends with the last handle of its request, so that a caller who forgets a request does not reduce the share
-    for good. A handle may end in any thread, and inside any call: that is recorded then, and counted at the next call.
+    for good. A handle may end in any thread, and inside any call: that is recorded in `gone`, and counted by
+    `forget_gone`. `num_pages`: of all requests.
     """
 
     def __init__(self) -> None:
-        self._total = 0
+        self.num_pages = 0
+        self.gone = deque[_Claim]()
         self._claims: dict[str, _Claim] = {}
-        self._gone = deque[_Claim]()
-
-    @property
-    def total(self) -> int:
-        """The pages of all requests."""
-        if self._gone:
-            self._forget_gone()
-        return self._total
 
     @property
     def sole(self) -> str | None:
         """The only request with a claim, if there is only one."""
-        self._forget_gone()
         return next(iter(self._claims)) if len(self._claims) == 1 else None
 
     def of(self, request_id: str) -> int:
@@ -1014,124 +925,27 @@ class HostShare:
 
     def add(self, handle: Prefetch, num_pages: int) -> None:
         """Add landed pages to the claim of a request."""
-        self._forget_gone()
-        claim = self._claims.get(handle.request_id)
+        claim, request_id = self._claims.get(handle.request_id), handle.request_id
         if claim is None or claim() is not handle:
             held = 0 if claim is None else claim.num_pages
-            claim = self._claims[handle.request_id] = _Claim(handle, self._gone.append)
-            claim.num_pages = held
+            claim = self._claims[request_id] = _Claim(handle, self.gone.append)
+            claim.request_id, claim.num_pages = request_id, held
         claim.num_pages += num_pages
-        self._total += num_pages
+        self.num_pages += num_pages
 
     def end(self, request_id: str) -> int:
         """End the claim of a request. Returns its pages."""
         claim = self._claims.pop(request_id, None)
         num_pages = 0 if claim is None else claim.num_pages
-        self._total -= num_pages
+        self.num_pages -= num_pages
         return num_pages
 
-    def _forget_gone(self) -> None:
-        while self._gone:
-            gone = self._gone.popleft()
+    def forget_gone(self) -> None:
+        """End the claims whose handles ended."""
+        while self.gone:
+            gone = self.gone.popleft()
             if self._claims.get(gone.request_id) is gone:
                 self.end(gone.request_id)
-
-
-class OverlappedPrefill:
-    """Prompts that are computed from their beginning while their pages are read from the end. Owned by the scheduler
-    thread.
-
-    `is_wanted`: else the policy chooses to load or to recompute, for a benchmark that compares. `least_pages`: missing
-    pages of a prompt that is worth it. `requests`: all requests by id.
-    """
-
-    def __init__(
-        self,
-        context: EngineContext,
-        cost: CostModel,
-        counters: PrefetchCounters,
-        jobs: StoreJobs,
-        requests: Mapping[str, PendingPrefetch],
-    ) -> None:
-        self._context, self._cost, self._counters, self._jobs, self._requests = context, cost, counters, jobs, requests
-        self._clock = next(tier.clock for tier in context.stores.values())
-        self._page, self.least_pages = context.tree.page_size, _LEAST_OVERLAP_PAGES
-        self.is_wanted = True
-
-    def can_overlap(self, request: PendingPrefetch) -> bool:
-        """Whether a request lacks enough pages."""
-        return request.handle.overlaps and request.end - request.missing[0] >= self.least_pages
-
-    def is_worth_computing(self, request: PendingPrefetch, wait_s: float | None) -> bool:
-        """Whether enough pages are computed before the rest arrives. `wait_s`: seconds until all arrive, by the rates
-        or by the silence so far; None: unknown."""
-        start, end = request.missing
-        compute_s = self._cost.prefill_s(start * self._page, end * self._page)
-        if wait_s is None or not compute_s:
-            return True
-        return wait_s >= _LEAST_COMPUTED_SHARE * (wait_s + compute_s)
-
-    def of(self, lease: Lease) -> PendingPrefetch | None:
-        """The request of a lease, if pages are read for it."""
-        request = self._requests.get(lease.request_id)
-        return request if request is not None and request.lease is lease else None
-
-    def is_next_on_host(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether the host has the page behind the first `num_tokens`, which are computed."""
-        page = num_tokens // self._page
-        return page < len(lease.keys) and self.of(lease) is not None and lease.keys[page] in self._context.full.pages
-
-    def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """The end of a pass from token `start` to at most `end`: the end of a page, so that requests share all computed
-        pages and a recurrent state; the beginning of the next pages that arrived; or about where computing and reading
-        meet. Reads of pages that the pass computes are cancelled."""
-        request = self.of(lease)
-        if request is None:
-            return end
-        keys, pages = lease.keys, self._context.full.pages
-        first, last = start // self._page, min(len(keys), -(-end // self._page))
-        has = pages.has(pages.table.find(keys[first:last]))
-        if len(begins := np.flatnonzero(has[1:] & ~has[:-1])):
-            end = (first + 1 + int(begins[0])) * self._page
-        if not request.is_idle:
-            end = min(end, self._meeting(request, start, end))
-        if start < (page_end := end // self._page * self._page) < len(keys) * self._page:
-            end = page_end
-        request.computed_end = computed = max(request.computed_end, -(-end // self._page))
-        self._jobs.cancel(request.leave(lambda at, pages: (pages < computed) & (at.name == FULL)))
-        return end
-
-    def _meeting(self, request: PendingPrefetch, start: int, end: int) -> int:
-        """The end of a pass to at most `end`, so that reading arrives there when the pass ends: the tokens between are
-        divided by the two rates. A store that reads less than before, or than its rate, counts by its present reads."""
-        num_left = request.missing[1] * self._page - start
-        compute_s = self._cost.prefill_s(start, start + num_left) if num_left > 0 else None
-        if not compute_s or not request.awaited:
-            return end
-        read_s = self._read_s(request, num_left)
-        if not (read_s or request.num_landed):
-            return end
-        read_s = max(read_s, self._observed_s(request, num_left))
-        num_tokens = max(_LEAST_PASS_PAGES * self._page, int(num_left * read_s / (read_s + compute_s)))
-        return (start + num_tokens) // self._page * self._page
-
-    def _read_s(self, request: PendingPrefetch, num_tokens: int) -> float:
-        """Seconds of reading by the rates of its stores, in parallel; 0 if none is known."""
-        page_bytes, stores = self._context.full.host.page_bytes, {job.store for job in request.jobs}
-        stores.update(s for s in self._context.stores for span in request.read_list if span.stores & s.bit)
-        num_bytes, rate = num_tokens // self._page * page_bytes, 0.0
-        for store in stores:
-            num_jobs = -(-num_bytes // (self._context.stores[store].job_pages * page_bytes))
-            if read_s := self._cost.read_s(num_bytes, num_jobs, store):
-                rate += 1 / read_s
-        return 1 / rate if rate else 0.0
-
-    def _observed_s(self, request: PendingPrefetch, num_tokens: int) -> float:
-        """Seconds of reading by the pages that landed since its reads began, if its first job in flight ended now."""
-        num_pages = request.num_landed + next((len(job.rows) for job in request.jobs), 0)
-        if not num_pages:
-            return 0.0
-        return (self._clock() - request.begun_s) * num_tokens / (num_pages * self._page)
 
 
 class _Backlog:
@@ -1159,17 +973,22 @@ class _Backlog:
         return found
 
     def _listed(self, request: PendingPrefetch) -> list[tuple[Store, float]]:
-        """Bytes of each span in a read list, and its store; a span of both stores is divided by their rates."""
+        """Bytes in a read list, and their stores; pages of both stores are divided by their rates."""
         found = list[tuple[Store, float]]()
-        for span in request.read_list:
-            num_bytes = len(span.pages) * span.component.host.page_bytes
-            stores = [store for store in self.num_bytes if span.stores & store.bit]
-            found += [(store, part * num_bytes) for store, part in self._cost.parts(stores).items()]
+        for component, part in request.read_list.items():
+            for stores, num_pages in enumerate(np.bincount(part.stores).tolist()):
+                if num_pages and stores:
+                    of_set = [store for store in self.num_bytes if stores & store.bit]
+                    num_bytes = num_pages * component.host.page_bytes
+                    found += [(store, share * num_bytes) for store, share in self._cost.parts(of_set).items()]
         return found
 
 
 class Prefetcher(Movement):
     """All requests with a prefetch, and their transitions. Owned by the scheduler thread.
+
+    `overlap_is_wanted`: prompts may be computed from their beginning while their pages are read from the end; False for
+    a benchmark that compares. `least_overlap_pages`: missing pages of a prompt that is worth it.
 
     `_requests`: by id, until they end. `_queues`: those in stage QUEUED or POSTPONED, by arrival, apart by whether the
     request waits. `_active`: those in stage ASKING, READING or OVERLAPPING. `_undecided`: those whose wait the policy
@@ -1181,7 +1000,8 @@ class Prefetcher(Movement):
 
     def __init__(self, context: EngineContext, prompts: Prompts, policy: LoadPolicy, load: Requests) -> None:
         self._context, self._prompts, self._policy, self._load = context, prompts, policy, load
-        self._clock = next(tier.clock for tier in context.stores.values())
+        self._tiers = tuple(context.stores.values())
+        self._clock = self._tiers[0].clock
         self._counters = PrefetchCounters(context)
         self._jobs = StoreJobs(context, policy.cost, self._counters)
         self._requests = dict[str, PendingPrefetch]()
@@ -1192,16 +1012,16 @@ class Prefetcher(Movement):
         self._undecided, self._timed = dict[PendingPrefetch, None](), dict[PendingPrefetch, None]()
         self._share = HostShare()
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
-        self._num_planned = self._num_claimed = 0
+        self._num_planned = 0
         self._submitted_s, self._retry_at_s = self._clock(), -math.inf
-        self._look_at_s, self._num_quiet, self._inputs, self._has_news = math.inf, 0, self._inputs_of_policy(), False
+        self._look_at_s, self._num_quiet, self._inputs, self._has_news = math.inf, 0, (0, 0, 0, 0), False
         self._choose_at_s, self._turn_at_s, self._num_to_choose = math.inf, math.inf, 0
-        self.overlap = OverlappedPrefill(context, policy.cost, self._counters, self._jobs, self._requests)
+        self.overlap_is_wanted, self.least_overlap_pages = True, _LEAST_OVERLAP_PAGES
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._requests))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._active))
         help = "host pages that were read, or are, for requests that were not admitted"
-        gauge("prefetch.claimed_pages", help, lambda: self._num_claimed)
+        gauge("prefetch.claimed_pages", help, self._claimed)
         gauge("prefetch.limit_pages", "what prefetch_host_share allows of them", lambda: self._max_pages)
 
     # Calls of the engine
@@ -1213,8 +1033,9 @@ class Prefetcher(Movement):
         `overlaps`: the caller computes the prompt while its pages arrive, if the mode is auto."""
         if request_id in self._requests:
             return self._requests[request_id].handle
+        self._share.forget_gone()
         now_s = self._clock()
-        overlaps = overlaps and mode == "auto" and self.overlap.is_wanted
+        overlaps = overlaps and mode == "auto" and self.overlap_is_wanted
         handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, overlaps=overlaps)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
@@ -1248,7 +1069,7 @@ class Prefetcher(Movement):
         """The request of a lease is admitted. Go on reading for an overlapped prefill, and for no other request."""
         request = self._requests.get(lease.request_id)
         is_active = request is not None and request.stage in (Stage.ASKING, Stage.READING)
-        if request is None or not is_active or request.is_idle or not self.overlap.can_overlap(request):
+        if request is None or not is_active or request.is_idle or not self._can_overlap(request):
             self.cancel(lease.request_id)
         else:
             request.lease = lease
@@ -1261,7 +1082,7 @@ class Prefetcher(Movement):
 
     def end_reads(self, lease: Lease) -> None:
         """The prompt of a lease is computed, or the lease ends: read no further for it."""
-        if self.overlap.of(lease) is not None:
+        if self._request_of(lease) is not None:
             self.cancel(lease.request_id)
 
     def cancel(self, request_id: str) -> None:
@@ -1272,59 +1093,51 @@ class Prefetcher(Movement):
             self._has_news = True
         if (request := self._requests.get(request_id)) is not None:
             self.apply(request, Event.CANCEL)
-        self._num_claimed = self._claimed()
 
     def poll(self) -> bool:
         """Enter the answers of the stores, queue further jobs, and compare waiting with computing again. Whether any
         request was affected. Few polls without news do more than look for answers."""
-        answered, has_changed = list[PendingPrefetch](), False
-        for kind, ended in itertools.groupby(self._jobs.poll(), type):
-            self.is_torn = has_changed = True
-            if kind is ReadDone:
-                self._land([self._jobs.take(done) for done in ended if isinstance(done, ReadDone)])
-                continue
-            for done in ended:
-                if not isinstance(done, ReadDone) and done.ticket in self._jobs.lookups:
-                    answered += self._note_answer(done)
-                    continue
-                for request in self._jobs.give_back(self._jobs.reads[done.ticket]):
-                    self.apply(request, Event.EXHAUSTED)
-        if not (has_changed or self._requests):
+        answers = list[FindDone | ReadDone | Stalled]()
+        for tier in self._tiers:
+            answers += tier.reads.poll()
+        if not (answers or self._requests):
             return False
-        now_s, inputs = self._clock(), self._inputs_of_policy()
-        is_new = has_changed or self._has_news or inputs != self._inputs
+        answered, now_s = self._enter(answers) if answers else [], self._clock()
+        inputs = (*self._load.counts, self._policy.cost.num_observed)
+        is_new = self._has_news or inputs != self._inputs or len(answers) > 0
         self._num_quiet += 1
         is_due = is_new or now_s >= min(self._look_at_s, self._choose_at_s) or self._num_quiet >= _LOOK_POLLS
         if not (is_due or now_s >= self._turn_at_s):
             return False
-        self.is_torn = True
+        has_changed, self.is_torn = len(answers) > 0, True
         if is_due:
             self._inputs, self._num_quiet, self._has_news = inputs, 0, False
+            self._share.forget_gone()
             for request in answered:
                 self.apply(request, Event.ANSWERED)
-            if answered:
+            if answered and self._undecided:
                 self._choose(answered)
-            has_changed |= self._begin_next()
+            if len(self._requests) > len(self._active):
+                has_changed |= self._begin_next()
             has_changed |= self._submit()
             self._has_news |= has_changed
-            self._num_claimed = self._claimed()
             self._look_at_s = self._retry_at_s if self._retry_at_s > now_s else math.inf
-        self._choose_again(is_new=is_new)
+        if self._undecided or self._timed:
+            self._choose_again(is_new=is_new)
+        else:
+            self._choose_at_s = self._turn_at_s = math.inf
         self.is_torn = False
         return has_changed
-
-    def _inputs_of_policy(self) -> tuple[int, ...]:
-        """Numbers that change with the inputs of the policy that prefetches do not change."""
-        return *self._load.counts, self._policy.cost.num_observed
 
     def is_busy(self) -> bool:
         has_queued = any(self._queues[waits, Stage.QUEUED] for waits in (False, True))
         return has_queued or any(request.read_list for request in self._active) or self._jobs.is_busy()
 
     def host_locks(self, component: Component) -> Iterable[Rows]:
-        locked = (locked for request in self._active for locked in request.locked)
-        yield from (rows for held, rows in locked if held.name == component)
-        yield from self._jobs.rows(component)
+        at = self._context.by_name[component]
+        for request in self._active:
+            yield from request.locked.get(at, ())
+        yield np.flatnonzero(at.pages.state & READ)
 
     # Transitions
 
@@ -1355,9 +1168,8 @@ class Prefetcher(Movement):
         match = context.tree.match(request.tokens, request.namespace)
         prompt = self._prompts.of(request.tokens, request.namespace, match, request.handle.request_id)
         memory, overlaps = Located(context, prompt, match), request.handle.overlaps
-        may_share = partial(self._jobs.may_share, request)
-        located = LookupResults(memory, may_share, -1 if overlaps else 1)
-        if located.is_complete or not self._max_pages:
+        located = LookupResults(memory, partial(self._jobs.may_share, request))
+        if located.num_usable == located.num_pages or not self._max_pages:
             self.apply(request, Event.EXHAUSTED)
             return
         request.begin(located)
@@ -1366,8 +1178,8 @@ class Prefetcher(Movement):
             if component.name == FULL:
                 pages = range(memory.device_end, memory.num_pages if overlaps else memory.host_end)
             request.lock(component, memory.rows_of(component, pages).rows)
-        if located.is_open:
-            request.lacks_host_room = self._pages_left(request) <= 0 or not self._jobs.look_up(request)
+        if asked := located.unknown():
+            request.lacks_host_room = self._pages_left(request) <= 0 or not self._jobs.look_up(request, located, asked)
         if request.lacks_host_room and located.is_empty:
             self.apply(request, Event.LACKS_PAGES)
         elif request.lookup is None:
@@ -1378,8 +1190,8 @@ class Prefetcher(Movement):
         besides the pages that the prefix continues, which stay."""
         located, full, handle = request.located, self._context.full, request.handle
         assert located is not None
-        followed = [located.memory.prompt.keys[start - 1] for start, _, _ in located.known if start]
-        request.lock(full, full.pages.held(followed))
+        followed = np.flatnonzero((located.full[:-1] == _IN_MEMORY) & (located.full[1:] & ~_IN_MEMORY != 0))
+        request.lock(full, located.memory.rows_of(full, followed.tolist()).rows)
         found_end = end = located.usable_end(located.full_end)
         limit = located.end_with(min(self._pages_left(request), full.pages.capacity))
         if limit < found_end:
@@ -1391,10 +1203,10 @@ class Prefetcher(Movement):
         handle.found_tokens = max(handle.found_tokens, found_tokens)
         request.plan(end, self._clock())
         self._jobs.ask_remote_too(request)
-        if any(request.num_to_read(component) > component.pages.capacity for component in self._context.components):
-            request.read_list.clear()
-            request.awaited.clear()
-            request.lacks_host_room = True
+        for component, part in request.read_list.items():
+            if np.count_nonzero(part.stores) > component.pages.capacity:
+                request.read_list, request.awaited, request.lacks_host_room = {}, NO_ROWS, True
+                break
         self._note_planned(request)
         if request.is_idle:
             self._settle(request)
@@ -1410,7 +1222,7 @@ class Prefetcher(Movement):
     def _settle(self, request: PendingPrefetch) -> None:
         """Nothing of the request is in flight or in its read list. Pages that failed are looked up again once, in all
         stores; pages without free host pages as long as each attempt reads some."""
-        lacks_pages = bool(request.awaited) and request.missing[1] > request.computed_end
+        lacks_pages = len(request.awaited) > 0 and request.missing[1] > request.computed_end
         is_again = (request.has_failed or lacks_pages) and not request.was_retried and self._clock() < request.until_s
         if is_again or (request.lacks_host_room and request.has_landed and self._pages_left(request) > 0):
             request.was_retried |= is_again
@@ -1432,7 +1244,7 @@ class Prefetcher(Movement):
             claimed = 0 if self._pages_left(request) > 0 else self._claimed()
             self._counters.count_postponed(claimed, self._max_pages)
         request.was_postponed = True
-        has_others = len(self._active) or self._share.total > self._share.of(handle.request_id)
+        has_others = len(self._active) or self._share.num_pages > self._share.of(handle.request_id)
         if handle.waits and (handle.mode == "wait_complete" or not has_others):
             self._stop_waiting(request)
 
@@ -1457,7 +1269,10 @@ class Prefetcher(Movement):
 
     def _stop_reading(self, request: PendingPrefetch) -> None:
         """Keep the pages that arrived until the request joins them, and read no further."""
-        self._jobs.cancel(request.stop_reading())
+        request.handle.end()
+        request.read_list.clear()
+        request.lookup = None
+        self._jobs.leave(request)
         self._note_planned(request)
 
     def _complete(self, request: PendingPrefetch) -> None:
@@ -1480,7 +1295,8 @@ class Prefetcher(Movement):
 
     def _release(self, request: PendingPrefetch) -> None:
         self._has_news = True
-        self._jobs.cancel(request.release())
+        self._jobs.leave(request)
+        request.release()
         self._note_planned(request)
 
     # Turns
@@ -1490,7 +1306,7 @@ class Prefetcher(Movement):
         Requests that do not wait never delay requests that do."""
         if self._jobs.num_awaited_lookups >= _MAX_ACTIVE * len(self._context.stores):
             return False
-        num_waiting = sum([request.handle.waits for request in self._active])
+        num_waiting: int = sum(map(_WAITS, self._active))
         return (num_waiting if waits else len(self._active) - num_waiting) < _MAX_ACTIVE
 
     def _begin_next(self) -> bool:
@@ -1542,7 +1358,7 @@ class Prefetcher(Movement):
 
     def _claimed(self) -> int:
         """Full host pages that landed for requests before their admission, are in flight, or are in a read list."""
-        return self._share.total + self._jobs.num_pages[FULL] + self._num_planned
+        return self._share.num_pages + self._jobs.num_pages + self._num_planned
 
     def _note_planned(self, request: PendingPrefetch) -> None:
         """The read list of a request has changed."""
@@ -1553,10 +1369,25 @@ class Prefetcher(Movement):
         """Pages that may be read for a request: of the share, or of the pool if no other request claims any."""
         claimed, full = self._claimed(), self._context.full
         own = self._share.of(request.handle.request_id) + request.num_planned
-        own += request.num_waited(full)
+        own += len(request.waited.get(full, NO_ROWS))
         return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)
 
     # Answers and jobs
+
+    def _enter(self, answers: Sequence[FindDone | ReadDone | Stalled]) -> list[PendingPrefetch]:
+        """Enter the answers of the stores. Returns the requests for which all have answered."""
+        self.is_torn, answered = True, list[PendingPrefetch]()
+        for kind, ended in itertools.groupby(answers, type):
+            if kind is ReadDone:
+                self._land(cast("Iterable[ReadDone]", ended))
+                continue
+            for done in ended:
+                if not isinstance(done, ReadDone) and done.ticket in self._jobs.lookups:
+                    answered += self._note_answer(done)
+                    continue
+                for request in self._jobs.give_back(self._jobs.reads[done.ticket]):
+                    self.apply(request, Event.EXHAUSTED)
+        return answered
 
     def _note_answer(self, done: FindDone | Stalled) -> list[PendingPrefetch]:
         """Enter the answer of a store, or its stall, and ask the next store. Returns the request if all have answered.
@@ -1569,11 +1400,12 @@ class Prefetcher(Movement):
         if isinstance(done, FindDone):
             self._jobs.note_answer(lookup, done)
             if request.lookup is None:
-                request.add_store()
+                request.find_stores()
         if not is_awaited:
             return []
         request.lookup = None
-        return [] if self._jobs.look_up(request) else [request]
+        located = lookup.located
+        return [] if self._jobs.look_up(request, located, located.unknown()) else [request]
 
     def _submit(self) -> bool:
         """Reserve host pages and queue jobs that read them, a few, so that the step ends soon. Whether any was queued.
@@ -1582,20 +1414,17 @@ class Prefetcher(Movement):
         num_jobs, num_pages, has_room = 0, 0, True
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
-        for request in _in_turn([request for request in self._active if request.read_list]):
+        for request in _in_turn(filter(_READ_LIST, self._active)):
             had_shared, more = request.has_shared, 1
             if request.handle.is_preemptible:
                 more = min(_MOST_STEPS, max(4, int(num_steps)))
-            chosen = self._jobs.next_of(request, max(1, more // 4))
-            left_jobs, left_pages = more * _MAX_JOBS - num_jobs, more * _MAX_PAGES - num_pages
-            while chosen is not None and has_room and left_jobs > 0 and left_pages > 0:
-                at, store, num_free = chosen
-                queued = self._jobs.read(request, at, store, min(num_free, left_jobs), left_pages)
-                has_room = len(queued) > 0
-                left_jobs, left_pages = left_jobs - len(queued), left_pages - sum(map(len, queued))
-                if left_jobs > 0 and left_pages > 0:
-                    chosen = self._jobs.next_of(request, max(1, more // 4))
-            num_jobs, num_pages = more * _MAX_JOBS - left_jobs, more * _MAX_PAGES - left_pages
+            num_times, max_jobs, max_pages = max(1, more // 4), more * _MAX_JOBS, more * _MAX_PAGES
+            chosen = self._jobs.next_of(request, num_times)
+            while chosen is not None and has_room and num_jobs < max_jobs and num_pages < max_pages:
+                queued = self._jobs.read(request, chosen, max_jobs - num_jobs, max_pages - num_pages)
+                num_jobs, num_pages, has_room = num_jobs + queued[0], num_pages + queued[1], queued[0] > 0
+                if num_jobs < max_jobs and num_pages < max_pages:
+                    chosen = self._jobs.next_of(request, num_times)
             self._counters.shared.value += request.has_shared and not had_shared
             self._note_planned(request)
             if not (has_room or request.jobs):
@@ -1609,35 +1438,130 @@ class Prefetcher(Movement):
                 self.apply(request, Event.LANDED)
         return num_jobs > 0
 
-    def _land(self, ended: Sequence[tuple[PageRead, Mask]]) -> None:
-        """Publish the pages that jobs read. Pages that a job did not read are read from the other store. If that store
-        lacks them, a request cannot use the pages behind them."""
-        landed = dict[tuple[PendingPrefetch, CacheComponent], list[Rows]]()
-        lost, claims = list[tuple[PendingPrefetch, PageRead, list[int]]](), Counter[PendingPrefetch]()
-        for job, ok in ended:
-            if job.component.name == FULL and job.requests:  # pages count for the first request
-                claims[min(job.requests, key=_ARRIVAL)] += int(np.count_nonzero(ok & job.is_live))
-            for request, waited in job.requests.items():
+    def _land(self, answers: Iterable[ReadDone]) -> None:
+        """Give the pages that jobs read to the requests that wait for them. Pages that a job did not read are read from
+        the other store. If that store lacks them, a request cannot use the pages behind them."""
+        full, ended, waiting = self._context.full, self._jobs.take(answers), dict[PendingPrefetch, None]()
+        claims = Counter[Prefetch]()
+        for job in ended:
+            if job.component is full and job.requests and len(job.landed):  # pages count for the first request
+                claims[min(job.requests, key=_ARRIVAL).handle] += len(job.landed)
+            waiting |= job.requests
+            for request in job.requests:
                 del request.jobs[job]
-                rows, is_ok = job.rows, ok
-                if len(waited) < len(rows):
-                    is_waited = np.isin(rows, waited)
-                    rows, is_ok = rows[is_waited], ok[is_waited]
-                landed.setdefault((request, job.component), []).append(rows[is_ok])
-                if not is_ok.all():
-                    lost.append((request, job, job.component.pages.table.index[rows[~is_ok]].tolist()))
-        for component in self._context.components:
-            self._jobs.publish(component, [(job, ok) for job, ok in ended if job.component is component])
-        for request, num_pages in (+claims).items():
-            self._share.add(request.handle, num_pages)
-        for (request, component), parts in landed.items():
-            request.follow(component, np.concatenate(parts), self._clock())
-        for request, job, pages in lost:
-            gone = request.read_elsewhere(job.component, pages, job.store)
-            self._jobs.cancel(request.cut(gone[0]) if gone else ())
-            self._note_planned(request)
-        for request in dict.fromkeys([request for request, _ in landed]):
+        for handle, num_pages in claims.items():
+            self._share.add(handle, num_pages)
+        now_s, lost = self._clock(), list[tuple[PendingPrefetch, CacheComponent, Rows]]()
+        for request in waiting:
+            for component, rows in request.waited.items():
+                is_read, is_held = component.pages.has(rows, READ), component.pages.has(rows)
+                request.waited[component] = rows[is_read]
+                if is_held.any():
+                    request.lock(component, rows[is_held])
+                    request.num_landed += int(np.count_nonzero(is_held)) if component is full else 0
+                    request.progress_s = now_s if request.handle.overlaps else request.progress_s
+                if not (is_read | is_held).all():
+                    lost.append((request, component, rows[~(is_read | is_held)]))
+        for request, component, rows in lost:
+            self._read_elsewhere(request, component, rows, [job for job in ended if job.component is component])
+        for request in waiting:
             self.apply(request, Event.LANDED)
+
+    def _read_elsewhere(
+        self, request: PendingPrefetch, component: CacheComponent, rows: Rows, ended: Sequence[PageRead]
+    ) -> None:
+        """Read pages from the other store that jobs did not read."""
+        for store in {job.store for job in ended}:
+            of_store = np.concatenate([job.rows for job in ended if job.store is store])
+            gone = request.read_elsewhere(component, rows[np.isin(rows, of_store)], store)
+            if len(gone):
+                self._cut(request, int(gone.min()))
+        self._note_planned(request)
+
+    def _cut(self, request: PendingPrefetch, page: int) -> None:
+        """Record that a page does not arrive. Pages behind it are of no use, unless the request computes the page: a
+        full page, but no state or window at the end."""
+        request.has_failed, located = True, request.located
+        assert located is not None
+        if not request.handle.overlaps:
+            request.read_list.clear()
+            self._jobs.leave(request, lambda _, pages: pages > page)
+        elif located.usable_end(request.end) < request.end:
+            request.read_list.clear()
+            self._jobs.leave(request)
+
+    # Overlapped prefills
+
+    def is_next_on_host(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether the host has the page behind the first `num_tokens`, which are computed."""
+        page = num_tokens // self._context.tree.page_size
+        if page >= len(lease.keys) or self._request_of(lease) is None:
+            return False
+        return lease.keys[page] in self._context.full.pages
+
+    def next_stop(self, lease: Lease, start: int, end: int) -> int:
+        """The end of a pass from token `start` to at most `end`: the end of a page, so that requests share all computed
+        pages and a recurrent state; the beginning of the next pages that arrived; or about where computing and reading
+        meet. Reads of pages that the pass computes are cancelled."""
+        request = self._request_of(lease)
+        if request is None:
+            return end
+        keys, pages, page = lease.keys, self._context.full.pages, self._context.tree.page_size
+        first, last = start // page, min(len(keys), -(-end // page))
+        has = pages.has(pages.table.find(keys[first:last]))
+        if len(begins := np.flatnonzero(has[1:] & ~has[:-1])):
+            end = (first + 1 + int(begins[0])) * page
+        if not request.is_idle:
+            end = min(end, self._meeting(request, start, end))
+        if start < (page_end := end // page * page) < len(keys) * page:
+            end = page_end
+        request.computed_end = computed = max(request.computed_end, -(-end // page))
+        self._jobs.leave(request, lambda at, indices: (indices < computed) & (at.name == FULL))
+        return end
+
+    def _request_of(self, lease: Lease) -> PendingPrefetch | None:
+        """The request of a lease, if pages are read for it."""
+        request = self._requests.get(lease.request_id)
+        return request if request is not None and request.lease is lease else None
+
+    def _can_overlap(self, request: PendingPrefetch) -> bool:
+        """Whether a request lacks enough pages."""
+        return request.handle.overlaps and request.end - request.missing[0] >= self.least_overlap_pages
+
+    def _is_worth_computing(self, request: PendingPrefetch, wait_s: float | None) -> bool:
+        """Whether enough pages are computed before the rest arrives. `wait_s`: seconds until all arrive, by the rates
+        or by the silence so far; None: unknown."""
+        start, end = request.missing
+        page = self._context.tree.page_size
+        compute_s = self._policy.cost.prefill_s(start * page, end * page)
+        return wait_s is None or not compute_s or wait_s >= _LEAST_COMPUTED_SHARE * (wait_s + compute_s)
+
+    def _meeting(self, request: PendingPrefetch, start: int, end: int) -> int:
+        """The end of a pass to at most `end`, so that reading arrives there when the pass ends: the tokens between are
+        divided by the two rates. A store that reads less than before, or than its rate, counts by its present reads."""
+        page = self._context.tree.page_size
+        num_left = request.missing[1] * page - start
+        compute_s = self._policy.cost.prefill_s(start, start + num_left) if num_left > 0 else None
+        if not compute_s or not len(request.awaited):
+            return end
+        read_s = self._rest_s(request, num_left // page)
+        if not (read_s or request.num_landed):
+            return end
+        # The pages that landed since its reads began, and those of its first job in flight, as if it ended now.
+        num_pages = request.num_landed + next((len(job.rows) for job in request.jobs), 0)
+        if num_pages:
+            read_s = max(read_s, (self._clock() - request.begun_s) * num_left / (num_pages * page))
+        num_tokens = max(_LEAST_PASS_PAGES * page, int(num_left * read_s / (read_s + compute_s)))
+        return (start + num_tokens) // page * page
+
+    def _rest_s(self, request: PendingPrefetch, num_pages: int) -> float:
+        """Seconds of reading by the rates of its stores, in parallel; 0 if none is known."""
+        stores = {job.store for job in request.jobs}
+        bits = [int(np.bitwise_or.reduce(part.stores)) for part in request.read_list.values()]
+        stores.update(store for store in self._context.stores if any(of & store.bit for of in bits))
+        num_bytes = num_pages * self._context.full.host.page_bytes
+        rates = [1 / read_s for store in stores if (read_s := self._read_s(store, num_bytes))]
+        return 1 / sum(rates) if rates else 0.0
 
     # Load or recompute
 
@@ -1701,11 +1625,11 @@ class Prefetcher(Movement):
             elif others:
                 self._note_limit(request, estimate.limit_s)
             return False
-        if not num_delayed and self.overlap.can_overlap(request):
+        if not num_delayed and self._can_overlap(request):
             compute_s = policy.cost.longest_wait_s(start, end)
             likely_s = None if wait_s is None else max(wait_s, silent_s)
             if request.stage is Stage.READING:
-                overlaps = self.overlap.is_worth_computing(request, likely_s)
+                overlaps = self._is_worth_computing(request, likely_s)
             else:
                 overlaps = silent_s > _ANSWER_SHARE * compute_s
             if overlaps and math.isfinite(compute_s):
@@ -1762,8 +1686,8 @@ class Prefetcher(Movement):
         read_s = [store_s for store_s in stores_s if store_s is not None]
         if stores_s and not read_s:
             return None
-        num_bytes = sum([len(job.requests[request]) * job.component.host.page_bytes for job in request.jobs])
-        num_bytes += sum([len(span.pages) * span.component.host.page_bytes for span in request.read_list])
+        pages = [*request.waited.items(), *((at, part.rows) for at, part in request.read_list.items())]
+        num_bytes = sum([len(rows) * component.host.page_bytes for component, rows in pages])
         return max(read_s, default=0.0) + (self._policy.cost.load_s(num_bytes) or 0.0)
 
     def _read_s(self, store: Store, num_bytes: float) -> float | None:

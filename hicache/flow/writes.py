@@ -23,7 +23,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.pages.table import Mask, Rows, Seen, names_of
 from hicache.pages.writes import ROUND_SHARE, WriteBudget, WriteMode, WriteScheduler, WriteSource
-from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
+from hicache.storage.process.jobs import PageRows, Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
 
 REMOTE_SHARE = 0.25  # of a host pool: pages that are locked while they are written to the remote store
@@ -196,14 +196,16 @@ class Writes(Movement):
 
     def _send(self) -> None:
         """Send the first pages of the backlog, at most `_MAX_SENT_JOBS` jobs."""
-        num_jobs = min(_MAX_SENT_JOBS, self.tier.writes.num_free)
-        writes = dict(zip(self._tickets, islice(self._backlog, num_jobs), strict=False))
-        jobs = []
-        for ticket, (component, rows) in writes.items():
-            keys, places = component.pages.table.keys_of(rows), component.pages.place[rows].tolist()
-            jobs.append(WriteJob(ticket, tuple(keys), component.host.views(places)))
-        if jobs and self.tier.writes.submit(*jobs):
-            self._writes |= writes
+        first = [*islice(self._backlog, min(_MAX_SENT_JOBS, self.tier.writes.num_free))]
+        for component, writes in itertools.groupby(first, _SOURCE):
+            by_ticket = dict(zip(self._tickets, writes, strict=False))
+            jobs, memory = list[WriteJob](), component.host.memory
+            for ticket, (_, rows) in by_ticket.items():
+                keys, places = component.pages.table.keys_of(rows), component.pages.place[rows].tolist()
+                jobs.append(WriteJob(ticket, tuple(keys), PageRows(memory, places)))
+            if not self.tier.writes.submit(*jobs):
+                return
+            self._writes |= by_ticket
             for _ in jobs:
                 self._backlog.popleft()
 
@@ -231,23 +233,21 @@ class Writes(Movement):
     def _end(self, component: CacheComponent, ended: Sequence[tuple[Rows, WriteDone]]) -> None:
         """Apply the answers to writes of a component."""
         pages, table, page_bytes = component.pages, component.pages.table, component.host.page_bytes
-        written, oks, num_new = list[Rows](), list[Mask](), 0
-        for rows, done in ended:
-            ok, num_taken = np.array(done.ok, np.bool_), sum(done.ok)
-            written.append(rows)
-            oks.append(ok)
-            num_new += done.num_new
-            self._failures.value += len(ok) - num_taken
-            if num_taken:
-                self._bytes.observe(num_taken * page_bytes)
-                self._seconds.observe(done.seconds)
-            if self._uses is not None and done.num_new:
-                self._uses.write(table.name[rows[ok]], done.num_new)
-            if self._is_measured and done.num_new == len(ok):
-                self._measure(done.num_new * page_bytes, done.seconds)
-            if self.store is DISK and self._context.tree.events is not None:
-                self._publish(component, rows[ok], done.removed)
-        rows = np.concatenate(written)
+        written, num_new = [rows for rows, _ in ended], sum([done.num_new for _, done in ended])
+        rows, ok = np.concatenate(written), np.array([*itertools.chain(*[done.ok for _, done in ended])], np.bool_)
+        moved = [(num * page_bytes, done.seconds) for _, done in ended if (num := sum(done.ok))]
+        self._failures.value += len(ok) - int(np.count_nonzero(ok))
+        self._bytes.observe(*[num_bytes for num_bytes, _ in moved])
+        self._seconds.observe(*[seconds for _, seconds in moved])
+        if self._uses is not None and num_new:
+            is_new = np.repeat([done.num_new > 0 for _, done in ended], [*map(len, written)])
+            self._uses.write(table.name[rows[ok & is_new]], num_new)
+        if self._is_measured:
+            all_new = [done for _, done in ended if done.num_new == len(done.ok)]
+            self._measure(sum([done.num_new for done in all_new]) * page_bytes, sum([done.seconds for done in all_new]))
+        if self.store is DISK and self._context.tree.events is not None:
+            for of_job, done in ended:
+                self._publish(component, of_job[np.array(done.ok, np.bool_)], done.removed)
         # The budget is charged only for the pages that the store lacked.
         self._budget.spend(num_new * page_bytes, len(rows) * page_bytes)
         self._written.value += num_new * page_bytes
@@ -255,6 +255,7 @@ class Writes(Movement):
         if component.name == FULL:  # their rows are locked: later these may belong to other pages
             self._prefix_keys += table.keys_of(table.with_paths(rows, self._prefix_rows))
         # The last writes first, as uses of pages: the end of a prompt is evicted first.
+        oks = np.split(ok, np.cumsum([*map(len, written)])[:-1])
         pages.written(np.concatenate(written[::-1]), np.concatenate(oks[::-1]), self.store.bit)
 
     def _measure(self, num_bytes: int, seconds: float) -> None:

@@ -36,6 +36,7 @@ from hicache.prefix_cache.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSI
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat, StoreCorrupt
 from hicache.storage.owner import OwnerProcess
 from hicache.storage.process.health import LIMITS, Breaker
+from hicache.storage.process.jobs import PageRows
 
 _BLOCKS_PER_CALL = 64
 
@@ -258,7 +259,7 @@ class HiCache:
         """Move the least recently used tensor of L2 to disk, or drop it if the disk does not accept it."""
         name, entry = self._l2.popitem(last=False)
         assert entry.blocks is not None
-        self._count_demotion(self._to_disk(name, entry.header, list(self._host.views(entry.blocks))))
+        self._count_demotion(self._to_disk(name, entry.header, [*PageRows(self._host.memory, entry.blocks)]))
         self._free_blocks(entry)
 
     def _count_demotion(self, stored: bool) -> None:

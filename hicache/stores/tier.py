@@ -16,7 +16,7 @@ from hicache.storage.base import PageStore
 from hicache.storage.owner import OwnerProcess
 from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
 from hicache.storage.process.settings import ServiceSettings
-from hicache.storage.process.status import QUEUE_NUMBERS
+from hicache.storage.process.shared_memory import QUEUE_NUMBERS
 from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.storage.process.transports import InlineServer, OwnProcess, ServedSocket, Transport
 

@@ -19,13 +19,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 from hicache.storage.base import PageBuffer, StoreError, StoreStats, is_lasting
 from hicache.storage.process import frames
-from hicache.storage.process.client_queue import ClientQueue
-from hicache.storage.process.connection import Connection, ConnectionEnded
-from hicache.storage.process.frames import NO_PAGES, Body, Kind
-from hicache.storage.process.health import SilenceWatch
+from hicache.storage.process.frames import NO_PAGES, Body, Connection, ConnectionEnded, Kind
 from hicache.storage.process.jobs import (
     FIND,
     FindDone,
@@ -41,8 +40,7 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.process.server import LOOK_S
 from hicache.storage.process.service import unserved_read, unserved_write
-from hicache.storage.process.shared_memory import SharedMemories
-from hicache.storage.process.status import SharedStatus
+from hicache.storage.process.shared_memory import SharedMemories, SharedStatus
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.process.transports import Transport
 
@@ -56,12 +54,118 @@ _IDLE_POLLS = 256  # polls in a row without jobs after which the client checks w
 _STALLED_CLOSE_S = 0.5  # maximum time for which `close` waits if a thread of the store is stalled
 
 
+_PAGES = attrgetter("pages")
+J = TypeVar("J", FindJob | ReadJob, WriteJob | RemoveJob)
+D = TypeVar("D", FindDone | ReadDone, WriteDone)
+
+
 class State(enum.IntEnum):
     """The state of a store process; metrics export these numbers."""
 
     OPEN = 0
     OPENING = 1
     LOST = 2
+
+
+class ClientQueue(Generic[J, D]):
+    """The reads or the writes of a client. `refused`: number of jobs answered without the process. `fault`: why the
+    last write failed; "" if it succeeded or the store is full."""
+
+    def __init__(self, client: StoreClient, name: str, capacity: int, unserved: Callable[[J], D]) -> None:
+        self.name = name
+        self._client = client
+        self._capacity = capacity
+        self._unserved: Callable[[J], D] = unserved
+        self.in_flight: dict[tuple[int, int], J] = {}
+        self._announced = set[tuple[int, int]]()
+        self._cancelled = set[tuple[int, int]]()
+        self._done: list[D | Stalled] = []
+        self.refused = 0
+        self.fault = ""
+
+    def submit(self, *jobs: J) -> bool:
+        """Send jobs of one class, whose pages lie in one memory, or answer them here if the process would refuse them.
+        If too many jobs are in flight, send none and return False."""
+        if self.refuses():
+            self.refused += len(jobs)
+            self._done += map(self._unserved, jobs)
+            return True
+        if len(self.in_flight) + len(jobs) > self._capacity:
+            return False
+        sent = list[J]()
+        for job in jobs:
+            if isinstance(job, ReadJob) and job.cancelled.is_set():
+                self._done.append(self._unserved(job))
+            else:
+                sent.append(job)
+        if sent:
+            self._client.send_jobs(sent)
+        for job in sent:
+            self.in_flight[job.ticket, job.batch] = job
+        return True
+
+    @property
+    def num_free(self) -> int:
+        """How many more jobs `submit` accepts. If too many are in flight, 0 unless the process would refuse them."""
+        return self._capacity - len(self.in_flight) or int(self.refuses())
+
+    def refuses(self) -> bool:
+        """Whether the process would refuse a job."""
+        client = self._client
+        return client.state is not State.OPEN or client.clock() < client.status.refuses_until_s(self.name)
+
+    def poll(self) -> list[D | Stalled]:
+        """The outcomes since the last call, in order of arrival. Never blocks.
+
+        A job whose thread or process does not answer in time has two outcomes: `Stalled`, and its answer once no thread
+        uses its pages.
+        """
+        client = self._client
+        if self.in_flight or not (client.reads.in_flight or client.writes.in_flight):  # the other queue polls else
+            client.poll()
+        found, self._done = self._done, []
+        return found
+
+    def tell_cancelled(self) -> None:
+        """Send the process a cancellation for each read whose `cancelled` is set. Call this after setting it."""
+        cancelled = [
+            key
+            for key, job in self.in_flight.items()
+            if isinstance(job, ReadJob) and job.cancelled.is_set() and key not in self._cancelled
+        ]
+        self._cancelled.update(cancelled)
+        if cancelled:
+            self._client.send_cancels(cancelled)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether all jobs in flight were announced as stalled."""
+        return len(self._announced) == len(self.in_flight)
+
+    def take(self, done: D | Stalled) -> None:
+        """Record a received outcome. KeyError if it belongs to no job in flight."""
+        key = done.ticket, done.batch
+        if isinstance(done, Stalled):
+            if key in self._announced:
+                return
+            self._announced.add(key)
+            self.fault = "a write takes longer than io_timeout_s"
+        else:
+            self.fault = done.why if isinstance(done, WriteDone) else ""
+            del self.in_flight[key]
+            self._announced.discard(key)
+            self._cancelled.discard(key)
+        self._done.append(done)
+
+    def announce(self) -> None:
+        """Announce all jobs in flight as stalled."""
+        for ticket, batch in self.in_flight:
+            self.take(Stalled(ticket, batch))
+
+    def settle(self) -> None:
+        """Answer all jobs in flight as failed, once the process no longer uses their pages."""
+        for job in list(self.in_flight.values()):
+            self.take(self._unserved(job))
 
 
 class StoreClient:
@@ -98,7 +202,8 @@ class StoreClient:
         self.note = b""
         self._is_closing = False
         self._error: StoreError | None = None
-        self._silence = SilenceWatch(_DOUBT_S)
+        self.last_message_s = 0.0  # of the process, or of the last request after idling, on `time.monotonic`
+        self._doubted_s = math.inf
         self._idle_polls = 0
         self._why = ""  # reason for which the process was lost; "" once it has answered a job again
         self._late_open_s = self._lost_at_s = self._retry_at_s = 0.0
@@ -144,9 +249,6 @@ class StoreClient:
             return self._why or "the store is not open yet"
         return self.writes.fault or ("writes failed and are not tried yet" if self.writes.refuses() else "")
 
-    def refuses(self, name: str) -> bool:
-        return not self.is_open or self.clock() < self.status.refuses_until_s(name)
-
     def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
         """Ask which pages the store has, and wait for the answer to this `FindJob`. Returns None if there is no answer
         within `wait_s` and the I/O timeout; until that answer arrives, further calls return None at once."""
@@ -157,7 +259,7 @@ class StoreClient:
             return None
         self._expect_answer()
         job = self._lookup = FindJob(next(self._lookups), tuple(keys), ReadClass.LOOKUP, tuple(others))
-        self._send(frames.of_job(job, NO_PAGES))
+        self._send(frames.of_jobs([job], NO_PAGES))
         until_s = time.monotonic() + min(wait_s, self._limits.io_timeout_s)
         while self._lookup is job and (left_s := until_s - time.monotonic()) > 0:
             self.wait(left_s)
@@ -195,25 +297,33 @@ class StoreClient:
             self._idle_polls = 0
             self._transport.look()
             self._receive()
-            if self._is_waiting:
-                self._look_for_silence()
+            now_s = time.monotonic()
+            if self.state is State.OPENING or now_s - self.last_message_s > _MIN_SILENCE_S:
+                self._look_for_silence(now_s)
         else:
             self._idle_polls += 1
             if self._idle_polls > _IDLE_POLLS:
                 self._idle_polls = 0
                 self._receive()
 
-    def _look_for_silence(self) -> None:
-        now_s, open_s = time.monotonic(), self._limits.open_s
-        enough_s = max(_MIN_SILENCE_S, self._limits.io_timeout_s if self.is_open else open_s)
-        if self._silence.is_too_long(enough_s):
-            self._lose(
-                f"the store process has not answered for {now_s - self._silence.last_message_s:.3g} s", announce=True
-            )
+    def _note_message(self) -> None:
+        self.last_message_s, self._doubted_s = time.monotonic(), math.inf
+
+    def _is_silent(self, now_s: float) -> bool:
+        """Whether the process has been silent for too long. A machine that was suspended is no reason: the process must
+        be late at two checks that are at least `_DOUBT_S` apart."""
+        enough_s = max(_MIN_SILENCE_S, self._limits.io_timeout_s if self.is_open else self._limits.open_s)
+        is_late = self._is_waiting and now_s - self.last_message_s > enough_s
+        self._doubted_s = min(self._doubted_s, now_s) if is_late else math.inf
+        return now_s - self._doubted_s > _DOUBT_S
+
+    def _look_for_silence(self, now_s: float) -> None:
+        if self._is_silent(now_s):
+            self._lose(f"the store process has not answered for {now_s - self.last_message_s:.3g} s", announce=True)
         elif self.state is State.OPENING and now_s > self._late_open_s:
             self._late_open_s = math.inf
             text = "the store of the %s tier is not open after %g s, and is used once it is; is its disk frozen?"
-            log.warning(text, self._request.settings.name, open_s)
+            log.warning(text, self._request.settings.name, self._limits.open_s)
 
     def close(self, within_s: float) -> bool:
         """Wait for jobs in flight, close the store, and let the process end. Idempotent.
@@ -285,15 +395,15 @@ class StoreClient:
         self._transport.look()
 
     def send_jobs(self, jobs: Sequence[Job]) -> None:
-        """Send jobs; called by the queues."""
-        found = [frames.of_job(job, self._memories.locate(job.pages, self.page_sizes)) for job in jobs]
+        """Send jobs of one class; called by the queues."""
+        frame = frames.of_jobs(jobs, self._memories.locate([*map(_PAGES, jobs)], self.page_sizes))
         self._expect_answer()
-        self._send(b"".join(found))
+        self._send(frame)
 
     def _expect_answer(self) -> None:
         """Restart the silence watch before a job is sent: a process without jobs is silent."""
         if not self._is_waiting:
-            self._silence.note_message()
+            self._note_message()
 
     @property
     def _is_waiting(self) -> bool:
@@ -307,7 +417,7 @@ class StoreClient:
         connection = self._connection = Connection(self._transport.connect())
         self.state = State.OPENING
         self._late_open_s = time.monotonic() + self._limits.open_s
-        self._silence.note_message()
+        self._note_message()
         self.status.clear()
         try:
             connection.send_with(self.status.descriptor, frames.frame(Kind.OPEN, self._request.pack()))
@@ -330,7 +440,7 @@ class StoreClient:
             return
         try:
             for kind, body in self._connection.receive():
-                self._silence.note_message()
+                self._note_message()
                 self._take(kind, body)
         except ConnectionEnded:
             self._has_ended()

@@ -1,4 +1,4 @@
-"""The frames between an engine and a store process, over a stream socket of one machine.
+"""The frames between an engine and a store process, and their connection, a stream socket of one machine.
 
     All numbers are little-endian.
 
@@ -7,7 +7,7 @@
     pages     memory u32, page_bytes u32, count u32, count offsets u64;
     verdicts  count u32, count bytes 0 or 1;
     keep      deadline; keys;
-    job       ticket, batch, queue class, deadline, a number; pages; keys;
+    jobs      count u32; of each: ticket, batch, queue class, deadline, a number, its number of keys; pages; keys;
     outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; for a failed write the reason, in UTF-8.
 
 Memory is shared: `MEMORY` has its number and size, and the descriptor is attached to its first byte (SCM_RIGHTS).
@@ -21,10 +21,13 @@ Neither side trusts lengths: an invalid frame raises `FrameError` or another Val
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import json
 import math
+import select
+import socket
 import struct
 import threading
 from array import array
@@ -48,17 +51,18 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
 _MAX_SHORT_BYTES = 1 << 20  # limit of the length of frames without keys
 _MAX_ERROR_CHARS = 1 << 14
-OWN_MEMORY = 0  # number of the address space that client and server share if they are one process
+_RECEIVE_BYTES = 1 << 16  # the allocator would map and unmap a larger buffer in each call
+_WAIT_S = 0.5
+OWN_MEMORY = 0  # the number of the address space that client and server share when they are one process
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-# the number is, for a find, how many of the keys are `keys` rather than `others`; 1 means: remove all pages
-_JOB = struct.Struct("<qibdI")
+_JOB = struct.Struct("<qibdII")  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages
 _CANCEL = struct.Struct("<qi")
 _KEEP = struct.Struct("<d")
 _OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or a stalled job is a write; the number: of pages
@@ -127,18 +131,21 @@ def keys_of(keys: Sequence[bytes]) -> bytes:
     return b"".join((_COUNT.pack(len(keys)), array("H", lengths).tobytes(), *keys))
 
 
-def of_job(job: Job, pages: Pages) -> bytes:
-    """Encode a job; `pages`: the locations of its pages."""
-    kind, keys, deadline_s, number = Kind.WRITE, job.keys or (), math.inf, 0
-    if isinstance(job, FindJob):
-        kind, keys, number = Kind.FIND, (*job.keys, *job.others), len(job.keys)
-    elif isinstance(job, ReadJob):
-        kind, deadline_s = Kind.READ, job.deadline_s
-    elif isinstance(job, RemoveJob):
-        kind, number = Kind.REMOVE, job.keys is None
-    head = _JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number)
+def of_jobs(jobs: Sequence[Job], pages: Pages) -> bytes:
+    """Encode one or more jobs of one class; `pages`: the locations of all their pages."""
+    kind, heads, all_keys, deadline_s, number = Kind.WRITE, list[bytes](), list[bytes](), math.inf, 0
+    for job in jobs:
+        keys = job.keys or ()
+        if isinstance(job, FindJob):
+            kind, keys, number = Kind.FIND, (*job.keys, *job.others), len(job.keys)
+        elif isinstance(job, ReadJob):
+            kind, deadline_s = Kind.READ, job.deadline_s
+        elif isinstance(job, RemoveJob):
+            kind, number = Kind.REMOVE, job.keys is None
+        heads.append(_JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number, len(keys)))
+        all_keys += keys
     places = _PAGES.pack(pages.memory, pages.page_bytes, len(pages.offsets)) + pages.offsets.tobytes()
-    return frame(kind, head, places, keys_of(keys))
+    return frame(kind, _COUNT.pack(len(jobs)), *heads, places, keys_of(all_keys))
 
 
 def keep(keys: Sequence[bytes], deadline_s: float) -> bytes:
@@ -212,23 +219,32 @@ class Body:
             raise FrameError("a deadline that is no number")
         return self.keys(), deadline_s
 
-    def job(self, kind: Kind, pages_at: Callable[[Pages], tuple[PageBytes, ...]]) -> Job:
-        """Parse a job; `pages_at` returns the pages of a read or a write at their locations."""
-        ticket, batch, queue_class, deadline_s, number = self.fields(_JOB)
-        if math.isnan(deadline_s):
-            raise FrameError("a deadline that is no number")
-        memory, page_bytes, count = self.fields(_PAGES)
-        places, keys = Pages(memory, page_bytes, array("Q", self.take(8 * count))), self.keys()
-        if kind is Kind.FIND:
-            return FindJob(ticket, keys[:number], ReadClass(queue_class), keys[number:], batch)
-        if kind is Kind.REMOVE:
-            return RemoveJob(ticket, None if number else keys, batch)
-        if count != len(keys):
-            raise FrameError(f"{count} pages for {len(keys)} keys")
-        pages = pages_at(places)
-        if kind is Kind.WRITE:
-            return WriteJob(ticket, keys, pages, batch)
-        return ReadJob(ticket, batch, keys, pages, threading.Event(), deadline_s, ReadClass(queue_class))
+    def jobs(self, kind: Kind, pages_at: Callable[[Pages], Sequence[PageBytes]]) -> list[Job]:
+        """Parse jobs; `pages_at` returns the pages of reads or writes at their locations."""
+        (count,) = self.fields(_COUNT)
+        heads = [*_JOB.iter_unpack(self.take(count * _JOB.size))]
+        memory, page_bytes, num_pages = self.fields(_PAGES)
+        places, all_keys = Pages(memory, page_bytes, array("Q", self.take(8 * num_pages))), self.keys()
+        has_pages = kind in (Kind.READ, Kind.WRITE)
+        if sum([head[-1] for head in heads]) != len(all_keys) or (has_pages and num_pages != len(all_keys)):
+            raise FrameError(f"{count} jobs with {num_pages} pages and {len(all_keys)} keys")
+        pages, jobs, end = pages_at(places) if has_pages else (), list[Job](), 0
+        for ticket, batch, queue_class, deadline_s, number, num_keys in heads:
+            if math.isnan(deadline_s):
+                raise FrameError("a deadline that is no number")
+            start, end = end, end + num_keys
+            keys = all_keys[start:end]
+            if kind is Kind.FIND:
+                jobs.append(FindJob(ticket, keys[:number], ReadClass(queue_class), keys[number:], batch))
+            elif kind is Kind.REMOVE:
+                jobs.append(RemoveJob(ticket, None if number else keys, batch))
+            elif kind is Kind.WRITE:
+                jobs.append(WriteJob(ticket, keys, pages[start:end], batch))
+            else:
+                cancelled = threading.Event()
+                job = ReadJob(ticket, batch, keys, pages[start:end], cancelled, deadline_s, ReadClass(queue_class))
+                jobs.append(job)
+        return jobs
 
     def note(self) -> bytes:
         note = self.rest()
@@ -282,14 +298,57 @@ class Body:
         raise FrameError(f"a frame of kind {kind} brings no outcome")
 
 
-class Frames:
-    """Splits a stream of bytes into frames."""
+class ConnectionEnded(Exception):
+    """The other end has closed the connection, so it no longer uses shared memory."""
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+
+class Connection:
+    """One end of a stream of frames; sending and receiving do not block. Owned by one thread. All methods except
+    `finish` and `close` raise `ConnectionEnded`.
+
+    `unsent`: bytes that the socket has not accepted yet; each `send` tries again.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.socket = connected
+        self.unsent = bytearray()
+        self._buffer = bytearray()  # received bytes of a frame that is not complete
+        self._read: Callable[[int], bytes] = connected.recv
+
+    def send(self, data: bytes = b"") -> None:
+        self.unsent += data
+        if self.unsent:
+            try:
+                sent = self.socket.send(self.unsent)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.unsent.clear()
+                raise ConnectionEnded(str(error)) from error
+            del self.unsent[:sent]
+
+    def send_with(self, descriptor: int, data: bytes) -> None:
+        """Send a frame with a descriptor, which is attached to its first byte, so unsent bytes are sent first. May
+        block."""
+        while self.unsent:
+            self._await(select.POLLOUT, _WAIT_S)
+            self.send()
+        try:
+            sent = socket.send_fds(self.socket, [data], [descriptor])
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from error
+        self.unsent += data[sent:]
+
+    def receive(self) -> Iterator[tuple[Kind, Body]]:
+        """Receive all frames that have arrived. Also raises ValueError, for invalid frames."""
+        is_more = True
+        while is_more and (data := self.take()):
+            yield from self.feed(data)
+            is_more = len(data) == _RECEIVE_BYTES  # a shorter read has emptied the socket
 
     def feed(self, data: bytes) -> Iterator[tuple[Kind, Body]]:
-        """Append `data` and yield the frames that are now complete."""
+        """Append received bytes and yield the frames that are now complete."""
         self._buffer += data
         at = 0
         try:
@@ -306,3 +365,35 @@ class Frames:
                 yield kind, Body(body)
         finally:
             del self._buffer[:at]
+
+    def take(self) -> bytes:
+        """Receive some bytes; b"" if none have arrived."""
+        try:
+            data = self._read(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from error
+        if not data:
+            raise ConnectionEnded("the connection is closed")
+        return data
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` until bytes arrive, or unsent bytes can be sent. Another thread may use the connection
+        meanwhile."""
+        self._await(select.POLLIN | (select.POLLOUT if self.unsent else 0), seconds)
+
+    def finish(self) -> None:
+        """Stop sending. The other end closes the connection when it has finished the jobs that it received."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _await(self, events: int, seconds: float) -> None:
+        descriptor = self.socket.fileno()
+        if descriptor >= 0:
+            poller = select.poll()  # select() takes no descriptor from 1024 on
+            poller.register(descriptor, events)
+            poller.poll(1e3 * seconds)

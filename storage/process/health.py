@@ -14,7 +14,6 @@ import enum
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -190,27 +189,3 @@ class Watchdog(Generic[J]):
             for job in self._jobs:
                 announce(job)
             return self._token
-
-
-class SilenceWatch:
-    """Detects a silent process. A machine that was suspended is no reason: the process must be late at two checks that
-    are at least `apart_s` seconds apart.
-
-    One thread. `last_message_s`: time of the last message from the process, or of the last request after idling, on the
-    clock `time.monotonic`.
-    """
-
-    def __init__(self, apart_s: float) -> None:
-        self._apart_s = apart_s
-        self.last_message_s = 0.0
-        self._doubted_s = math.inf
-
-    def note_message(self) -> None:
-        self.last_message_s = time.monotonic()
-        self._doubted_s = math.inf
-
-    def is_too_long(self, enough_s: float) -> bool:
-        """Return whether the process has been silent for more than `enough_s`, at two checks. Call it repeatedly."""
-        now_s = time.monotonic()
-        self._doubted_s = min(self._doubted_s, now_s) if now_s - self.last_message_s > enough_s else math.inf
-        return now_s - self._doubted_s > self._apart_s

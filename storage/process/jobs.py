@@ -19,14 +19,12 @@ import numpy.typing as npt
 PageBytes: TypeAlias = npt.NDArray[np.uint8]
 
 
+@dataclass(eq=False, slots=True)
 class PageRows(Sequence[PageBytes]):
     """The pages `rows` of `memory`, contiguous uint8 `[num_pages, page_bytes]`, without creating a view for each."""
 
-    __slots__ = ("memory", "rows")
-
-    def __init__(self, memory: PageBytes, rows: list[int]) -> None:
-        self.memory = memory
-        self.rows = rows
+    memory: PageBytes
+    rows: list[int]
 
     def __len__(self) -> int:
         return len(self.rows)

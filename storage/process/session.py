@@ -19,12 +19,19 @@ from typing import Protocol, TypeVar
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.process import frames
-from hicache.storage.process.connection import Connection, ConnectionEnded
-from hicache.storage.process.frames import OWN_MEMORY, Body, FrameError, Kind, Outcome, Pages
+from hicache.storage.process.frames import (
+    OWN_MEMORY,
+    Body,
+    Connection,
+    ConnectionEnded,
+    FrameError,
+    Kind,
+    Outcome,
+    Pages,
+)
 from hicache.storage.process.jobs import FindJob, Job, PageBytes, ReadJob, Stalled
 from hicache.storage.process.service import StoreService
-from hicache.storage.process.shared_memory import ClientMemory, page_at
-from hicache.storage.process.status import StatusWriter
+from hicache.storage.process.shared_memory import ClientMemory, StatusWriter, page_at
 from hicache.storage.process.stores import OpenStores
 
 log = logging.getLogger(__name__)
@@ -58,6 +65,7 @@ class Session(Connection):
 
     def __init__(self, server: Loop, connected: socket.socket) -> None:
         super().__init__(connected)
+        self._read = self._read_with_descriptors
         self._server = server
         self._descriptors = deque[int]()  # descriptors that were received but not yet used by a frame
         self._memories: dict[int, ClientMemory] = {}
@@ -169,13 +177,13 @@ class Session(Connection):
     def _receive_some(self) -> bool:
         """Receive and handle some frames. Returns whether any bytes had arrived."""
         data = self.take()
-        for kind, body in self.frames.feed(data):
+        for kind, body in self.feed(data):
             self._handle(kind, body)
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             raise FrameError("descriptors that belong to no frame")
         return bool(data)
 
-    def _read(self, num_bytes: int) -> bytes:
+    def _read_with_descriptors(self, num_bytes: int) -> bytes:
         data, descriptors, _, _ = socket.recv_fds(self.socket, num_bytes, _MAX_DESCRIPTORS)
         self._descriptors += descriptors
         return data
@@ -208,7 +216,8 @@ class Session(Connection):
 
     def _ask(self, kind: Kind, body: Body, service: StoreService) -> None:
         if kind in (Kind.FIND, Kind.READ, Kind.WRITE, Kind.REMOVE):
-            self._submit(body.job(kind, partial(self._pages, service)), service)
+            for job in body.jobs(kind, partial(self._pages, service)):
+                self._submit(job, service)
         elif kind is Kind.USED:
             service.used(body.keys())
             self._note_status(service)

@@ -1,23 +1,44 @@
-"""Memory that a client shares with its store process, and the locations of pages in it."""
+"""Memory that a client shares with its store process: pages and their locations, and the status of the process.
+
+The status is one memory page of numbers, which only the process writes. So `stats` of a client neither sends a frame
+nor waits, and the process counts a job before it sends its answer. Each number is a float64, written atomically:
+integers are exact up to 2^53.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import mmap
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
-from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.memory import memory_file
 from hicache.storage.process import frames
-from hicache.storage.process.connection import Connection
-from hicache.storage.process.frames import OWN_MEMORY, FrameError, Pages
+from hicache.storage.process.frames import OWN_MEMORY, Connection, FrameError, Pages
 from hicache.storage.process.jobs import PageBytes, PageRows
+
+_STATS = tuple(field.name for field in dataclasses.fields(StoreStats))
+QUEUE_NUMBERS = ("state", "opens", "failures", "refused_jobs", "stalled_jobs", "queued_jobs", "queued_bytes")
+_REFUSES_UNTIL = "refuses_until_s"
+_NAMES = (
+    *_STATS,
+    "failed_touches",
+    *(f"{queue}_{name}" for queue in ("reads", "writes") for name in (*QUEUE_NUMBERS, _REFUSES_UNTIL)),
+)
+_INDEX = {name: i for i, name in enumerate(_NAMES)}
+
+
+_ROWS = attrgetter("rows")
 
 
 class SharedMemories:
@@ -39,15 +60,18 @@ class SharedMemories:
         descriptor, _, num_bytes = self._memories[number - 1]
         connection.send_with(descriptor, frames.memory(number, num_bytes))
 
-    def locate(self, pages: Sequence[PageBytes], page_sizes: tuple[int, ...]) -> Pages:
-        """Return the locations of `pages` for the process. Raises StoreError unless all pages have the same size, one
-        of `page_sizes`, and lie in one shared memory. `page_sizes`: page sizes of the store in bytes; () allows any."""
-        if isinstance(pages, PageRows):
-            page_bytes, base = pages.memory.shape[1], _address(pages.memory)
-            places = [*map(page_bytes.__mul__, pages.rows)]
-        else:
-            page_bytes, base = pages[0].nbytes if pages else 0, 0
-            places = [_address(page) for page in pages]
+    def locate(self, groups: Sequence[Sequence[PageBytes]], page_sizes: tuple[int, ...]) -> Pages:
+        """Locations of the pages in `groups`, which are all of one memory if they are `PageRows`, for the process.
+
+        StoreError unless all pages have the same size, one of `page_sizes`, and lie in one shared memory. `page_sizes`:
+        page sizes of the store in bytes; () allows any."""
+        page_bytes, base, places = 0, 0, list[int]()
+        if isinstance(groups[0], PageRows):
+            memory = groups[0].memory
+            page_bytes, base = memory.shape[1], _address(memory)
+            places = [*map(page_bytes.__mul__, chain.from_iterable(map(_ROWS, groups)))]
+        elif pages := [*chain(*groups)]:
+            page_bytes, places = pages[0].nbytes, [_address(page) for page in pages]
         if places and page_sizes and page_bytes not in page_sizes:
             raise StoreError(f"a page has {page_bytes} bytes, and the store has pages of {page_sizes}")
         if self._same_process or not places:
@@ -127,3 +151,62 @@ def page_at(address: int, num_bytes: int) -> PageBytes:
 
 def _address(memory: PageBytes) -> int:
     return int(memory.__array_interface__["data"][0])
+
+
+class StatusWriter:
+    """Writes the numbers into the file of a client's `descriptor`, which it owns. It does not map the file: touching a
+    map of a file that was truncated would end the process (SIGBUS)."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        if os.fstat(descriptor).st_size < mmap.PAGESIZE:
+            self.close()
+            raise FrameError("the status of a client is no memory of a page")
+
+    def write(self, stats: StoreStats, failed_touches: int, queues: Mapping[str, tuple[float, ...]]) -> None:
+        """Write all numbers. `queues`: by name, the `QUEUE_NUMBERS`, then the time until which jobs are refused."""
+        numbers = [*map(float, dataclasses.astuple(stats)), failed_touches, *queues["reads"], *queues["writes"]]
+        os.pwrite(self._descriptor, array("d", numbers), 0)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SharedStatus:
+    """Reads the numbers in a client. `descriptor`: of the memory, to be sent to the process, open until `close`; the
+    numbers can be read afterwards too. StoreError if there is no memory to share."""
+
+    def __init__(self) -> None:
+        self.descriptor, memory = new_memory("hicache-status", mmap.PAGESIZE)
+        self._numbers = memory.view(np.float64)
+
+    def stats(self) -> StoreStats:
+        values = self._numbers[: len(_STATS)].tolist()
+        numbers: dict[str, Any] = {name: int(value) for name, value in zip(_STATS, values, strict=True)}
+        return StoreStats(**{**numbers, "read_only": bool(numbers["read_only"])})
+
+    @property
+    def failed_touches(self) -> int:
+        return int(self._numbers[_INDEX["failed_touches"]])
+
+    def queue(self, name: str) -> tuple[float, ...]:
+        """The `QUEUE_NUMBERS` of the reads or the writes."""
+        first = _INDEX[f"{name}_{QUEUE_NUMBERS[0]}"]
+        return tuple(self._numbers[first : first + len(QUEUE_NUMBERS)].tolist())
+
+    def refuses_until_s(self, name: str) -> float:
+        """Time until which a job would be refused, on the process's clock; 0 if it would not."""
+        return float(self._numbers[_INDEX[f"{name}_{_REFUSES_UNTIL}"]])
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def clear(self) -> None:
+        """Set all numbers to 0, because no process writes them any more."""
+        self._numbers[:] = 0.0

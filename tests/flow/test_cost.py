@@ -75,7 +75,7 @@ def test_a_read_counts_the_readers_that_it_occupies() -> None:
     """One reader's rate serves a read of one job, four one of many."""
     cost = model()
     assert cost.read_s(1000, 1) is None
-    cost.observe_read(500, 1.0)
+    cost.observe_reads([(500, 1.0)])
     for num_jobs, expected in ((1, 2.0), (2, 1.0), (4, 0.5), (100, 0.5)):
         assert cost.read_s(1000, num_jobs) == pytest.approx(expected)
 

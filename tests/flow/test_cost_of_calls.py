@@ -23,8 +23,7 @@ from hicache import (
 )
 from hicache.config import PrefetchMode
 from hicache.pages.writes import Round, WriteScheduler
-from hicache.storage.process.client import StoreClient
-from hicache.storage.process.client_queue import ClientQueue
+from hicache.storage.process.client import ClientQueue, StoreClient
 from prefetch_case import PacedStore
 from prefetch_case import engine_of as paced_engine
 from toy_model import GEOMETRY, config
@@ -32,10 +31,10 @@ from waiting import BOUND_S, eventually
 
 PAGE = 8
 MAX_JOBS = 8  # that a poll gives to a store
-IDLE_POLL_CALLS = 96  # what a poll costs at most that finds no answer
-PAGE_READ_CALLS = 8  # of reading a page of a long prompt, at most
+IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
+PAGE_READ_CALLS = 4  # of reading a page of a long prompt, at most
 CHUNK_CALLS = 540  # of a chunk of a prompt that is computed, at most
-SHORT_PROMPT_CALLS = 1000  # of a prefetch of 24 pages, at most
+SHORT_PROMPT_CALLS = 950  # of a prefetch of 24 pages, at most
 
 
 def engine_of(

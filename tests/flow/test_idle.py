@@ -85,7 +85,7 @@ def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[st
     for path, name in functions:
         own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in OWN
         # Checks for a fork, and for answers of the store process.
-        own |= path.name in ("owner.py", "client.py", "client_queue.py")
+        own |= path.name in ("owner.py", "client.py")
         if not own and name not in LOOKS:
             found.append(f"call of {name} in {path.name}")
     found += [f"call of {name}" for name in calls.c if name not in HARMLESS]

@@ -26,7 +26,7 @@ def computing(
     """An engine over the store, which holds its reads, and a request with two computed pages, not yet committed."""
     with engine_of(store, **changes) as engine:
         assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.overlap.least_pages = 8
+        engine.inspect.prefetcher.least_overlap_pages = 8
         store.hold()
         handle = engine.prefetch("a", tokens, overlaps=True)
         eventually(lambda: engine.poll() or handle.ready)
@@ -62,7 +62,7 @@ def test_pages_without_capacity_on_the_device_are_joined_later(store: PacedStore
     fill(store, tokens)
     with engine_of(store, device_tokens=256) as engine:
         assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.overlap.least_pages = 8
+        engine.inspect.prefetcher.least_overlap_pages = 8
         store.hold()
         handle = engine.prefetch("a", tokens, overlaps=True)
         eventually(lambda: engine.poll() or handle.ready)
@@ -155,7 +155,7 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
     with build_engine(config, STATES, store=store) as engine:
         engine.observe_prefill(100, 100.0)
         assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.overlap.least_pages = 8
+        engine.inspect.prefetcher.least_overlap_pages = 8
         store.landed.clear()
         state_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
         store.loses = lambda _, buffer: len(buffer) == state_bytes

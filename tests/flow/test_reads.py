@@ -30,7 +30,7 @@ def request_in(
     with engine_of(store, prefetch_host_share=0.1) as engine:
         prefetcher = engine.inspect.prefetcher
         assert prefetcher is not None
-        prefetcher.overlap.least_pages = 8
+        prefetcher.least_overlap_pages = 8
         claims = engine.prefetch("claims the share", before) if stage is Stage.POSTPONED else None
         eventually(lambda: engine.poll() or claims is None or claims.ended)
         if stage is Stage.QUEUED:

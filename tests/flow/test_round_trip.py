@@ -36,6 +36,7 @@ from hicache.device import (
 from hicache.errors import ConfigError
 from hicache.host.pool import HostPagePool
 from hicache.storage import LmdbPageStore, PageFormat
+from hicache.storage.process.jobs import PageRows
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -121,9 +122,9 @@ def through_the_disk(path: Path, host: HostPagePool, source: torch.Tensor, targe
         store = LmdbPageStore(path, identity=identity, formats=[PageFormat(host.page_bytes)], budget_bytes=16 << 20)
         with contextlib.closing(store):
             moved = (
-                store.get_into(keys, host.views(target.tolist()))
+                store.get_into(keys, PageRows(host.memory, target.tolist()))
                 if is_back
-                else store.put(list(zip(keys, host.views(source.tolist()), strict=True)))
+                else store.put(list(zip(keys, PageRows(host.memory, source.tolist()), strict=True)))
             )
             assert moved == [True] * len(keys)
 

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import hicache.host.pool
 from costs import lines_of
-from hicache.errors import ConfigError, DoubleFree, OutOfMemory
-from hicache.host.pool import FreeRuns, HostPagePool
+from hicache.errors import ConfigError, DoubleFree, InvariantError, OutOfMemory
+from hicache.host.pool import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (2, 8), "token", (0, 1)),), 4)
@@ -146,13 +146,14 @@ def test_check_finds_planted_faults() -> None:
         (5, -2, ["both ends"]),
         (0, -1, ["by length", "sink"]),
     ):
-        marks = np.empty(11, dtype=np.int32)
-        runs = FreeRuns(marks)
-        runs.take(9)
-        runs.give(np.array([2, 3, 4, 5]))
-        assert runs.check() == []
-        marks[page] = value
-        assert all(part in " ".join(runs.check()) for part in found)
+        pool = make_pool(9)
+        pool.alloc(9)
+        pool.free([2, 3, 4, 5])
+        pool.check()
+        pool._marks[page] = value
+        with pytest.raises(InvariantError) as error:
+            pool.check()
+        assert all(part in str(error.value) for part in found)
 
 
 @pytest.mark.parametrize("setting", ["host_bytes", "l2_bytes"])

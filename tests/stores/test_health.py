@@ -32,7 +32,7 @@ from hicache.storage.process.frames import Kind, frame
 from hicache.storage.process.health import Breaker, Limits, State
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.storage.process.session import Session
-from hicache.storage.process.status import StatusWriter
+from hicache.storage.process.shared_memory import StatusWriter
 from hicache.stores.tier import StoreTier
 from waiting import eventually
 

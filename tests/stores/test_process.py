@@ -31,10 +31,11 @@ from hicache.storage import (
     open_existing,
     open_store,
 )
+from hicache.storage.process import client as client_module
 from hicache.storage.process import frames
-from hicache.storage.process.client import State
+from hicache.storage.process.client import State, StoreClient
 from hicache.storage.process.frames import Kind
-from hicache.storage.process.health import Limits, SilenceWatch
+from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import OpenStores
@@ -251,7 +252,8 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
             assert tier.reads.submit(ReadJob(1, 0, keys, blank(4), threading.Event()))
         eventually(lambda: gate.held)
         with monkeypatch.context() as silence:
-            silence.setattr(SilenceWatch, "is_too_long", lambda *_: True)
+            silence.setattr(StoreClient, "_is_silent", lambda *_: True)
+            silence.setattr(client_module, "_MIN_SILENCE_S", -math.inf)
             tier.poll()
         assert tier.state is State.LOST
         for _ in range(2):  # the loop of the thread has noticed when this returns
@@ -270,12 +272,12 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
 def test_silence_before_a_lookup_does_not_count(case: Case) -> None:
     """A process that had no work for an hour is not late when a lookup is the first to ask it."""
     client, asked_s = case.tier, time.monotonic()
-    client._silence.last_message_s -= 3600
+    client.last_message_s -= 3600
     os.kill(client.pid, signal.SIGSTOP)
     found = client.find([b"key"], 0.0)
     os.kill(client.pid, signal.SIGCONT)
     assert found is None
-    assert client._silence.last_message_s >= asked_s
+    assert client.last_message_s >= asked_s
 
 
 def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
@@ -296,7 +298,7 @@ def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
 
     def is_served() -> bool:
         if client.pid == second:
-            client._silence.last_message_s -= 3600
+            client.last_message_s -= 3600
         return client.find((b"key",), 0.01) is not None and client.pid != second
 
     eventually(is_served)
@@ -395,14 +397,14 @@ def test_stores_of_a_process_do_not_wait_for_each_other(tmp_path: Path, monkeypa
     assert not first.is_alive()
 
 
-def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case) -> None:
+def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long ago it heard of a process that had no time to answer either, as when the machine stood still."""
     keys, data = pages(1, 4)
     assert case.stored(keys, data) == (True,) * 4
-    case.tier._silence = SilenceWatch(PATIENCE_S)
+    monkeypatch.setattr(client_module, "_DOUBT_S", PATIENCE_S)
     for _ in range(20):
         case.read(keys)
-        case.tier._silence.last_message_s -= 3600
+        case.tier.last_message_s -= 3600
         assert case.answer(case.tier.reads.poll).ok == (True,) * 4  # type: ignore[attr-defined]
     assert case.tier.times_lost == 0
 

@@ -16,7 +16,7 @@ from disk_case import PATIENCE_S, Clock, Gate, blank, num_held, pages, started_t
 from hicache.storage.process.health import Limits
 from hicache.storage.process.io_queue import IoQueue
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.storage.process.status import QUEUE_NUMBERS
+from hicache.storage.process.shared_memory import QUEUE_NUMBERS
 from hicache.stores.tier import StoreTier
 from waiting import eventually
 

@@ -83,7 +83,7 @@ class EngineFuzz:
         # On CUDA a look would wait for the copies whose lateness is the point.
         self.lives = PageLives(self.engine) if device == "cpu" else None
         if (prefetcher := self.engine.inspect.prefetcher) is not None:
-            prefetcher.overlap.least_pages = int(self.rng.choice([1, 4]))
+            prefetcher.least_overlap_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
 
     def run(self, num_steps: int, *, is_rough: bool = False) -> None:

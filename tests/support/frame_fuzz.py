@@ -96,12 +96,14 @@ class Nonsense:
         keys = tuple(rng.choices(KEYS, k=rng.randrange(4)))
         offsets = array("Q", [rng.choice((0, 1, PAGE_BYTES, _MEMORY_BYTES, (1 << 64) - 1)) for _ in keys])
         places = Pages(rng.choice((1, 1, 1, 0, 7)), rng.choice((PAGE_BYTES, PAGE_BYTES, 0, 1)), offsets)
-        job = frames.of_job(WriteJob(rng.randrange(-5, 5), keys, ()), places)
+        job = frames.of_jobs([WriteJob(rng.randrange(-5, 5), keys, ())], places)
         kind = rng.choice((Kind.WRITE, Kind.READ, Kind.READ, Kind.USED, Kind.KEEP, Kind.CANCEL, Kind.NOTE, Kind.CLOSE))
         if kind in (Kind.WRITE, Kind.READ):
             return job[:4] + bytes([kind]) + job[5:]
         if rng.random() < 0.3:
-            return frames.of_job(rng.choice((FindJob(1, keys, ReadClass.LOOKUP), RemoveJob(1, keys))), frames.NO_PAGES)
+            return frames.of_jobs(
+                [rng.choice((FindJob(1, keys, ReadClass.LOOKUP), RemoveJob(1, keys)))], frames.NO_PAGES
+            )
         if kind is Kind.KEEP:
             return frames.keep(keys, rng.choice((0.0, math.inf, math.nan)))
         body = frames.keys_of(keys) if kind is Kind.USED else rng.randbytes(12)

@@ -118,7 +118,7 @@ def pending_prefetch(
         measure_disk(engine, store, one, read_s)
         store.hold()
         assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.overlap.least_pages = 8
+        engine.inspect.prefetcher.least_overlap_pages = 8
         yield engine, engine.prefetch("a", two, overlaps=overlaps), two
 
 

@@ -86,7 +86,7 @@ class Case:
 
     def poll_in_silence(self) -> list:  # type: ignore[type-arg]
         """The outcomes of reads, as if the process had said nothing for an hour."""
-        self.tier._silence.last_message_s -= 3600
+        self.tier.last_message_s -= 3600
         return self.tier.reads.poll()
 
     def answer(self, poll: Callable[[], list]) -> object:

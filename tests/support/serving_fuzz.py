@@ -91,7 +91,7 @@ class ServingFuzz:
             self.engine = build_engine(self._settings(folder), GEOMETRIES[kind], remote=remote)
         self.faults.attach(self.engine)
         if (prefetcher := self.engine.inspect.prefetcher) is not None:
-            prefetcher.overlap.least_pages = int(self.rng.choice([1, 4]))
+            prefetcher.least_overlap_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
         self.scheduler = Scheduler(
             self.engine,

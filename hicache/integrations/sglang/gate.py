@@ -112,7 +112,7 @@ class LoadGate(ServerLoadPolicy):
         """Note that a call has read the first `num_read` pages of `keys` in `seconds`. If pages were missing, SGLang
         reads no further pages of the prompt."""
         with self._lock:
-            self.cost.observe_read(num_read * page_bytes, seconds)
+            self.cost.observe_reads([(num_read * page_bytes, seconds)])
             for prompt in self._prompts:
                 if prompt.to_load & {*keys[:1]}:
                     prompt.to_load -= prompt.to_load if num_read < len(keys) else {*keys}

@@ -288,7 +288,7 @@ class LoadGate(ServerLoadPolicy):
 
     def read(self, num_bytes: int, seconds: float) -> None:
         """Note that one reader of the disk has read `num_bytes` in `seconds`."""
-        self.cost.observe_read(num_bytes, seconds)
+        self.cost.observe_reads([(num_bytes, seconds)])
 
     def loaded(self, request: str) -> None:
         """Note that the request has no more loads in flight."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 
-from hicache.storage.process.client_queue import ClientQueue
+from hicache.storage.process.client import ClientQueue
 from hicache.storage.process.jobs import FindDone, FindJob, ReadDone, ReadJob
 
 _LOOKUPS_A_POLL = 16
