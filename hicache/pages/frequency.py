@@ -98,16 +98,8 @@ class _ShadowLru:
             self._every = every
             self._held = OrderedDict.fromkeys(name for name in self._held if not name % every)
         sampled: Mask = names % np.uint64(self._every) == 0
-        held, most, used = self._held, max(1, capacity // self._every), names[sampled][::-1].tolist()
-        again = held.keys() & used
-        are_distinct = len({*used}) == len(used)
-        if are_distinct and (not again or len(held) + len(used) - len(again) <= most):
-            self.num_hits += len(again)  # none of these is evicted before its use
-            for name in again:
-                del held[name]
-            held.update(dict.fromkeys(used))
-            used = []
-        for name in used:
+        held, most = self._held, max(1, capacity // self._every)
+        for name in names[sampled][::-1].tolist():
             if name in held:
                 held.move_to_end(name)
                 self.num_hits += 1
