@@ -42,6 +42,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
+from hicache.flow.misses import Misses
 from hicache.flow.movement import Load, Movement, settle
 from hicache.flow.prompt import Prompts
 from hicache.flow.reads import Prefetcher, look_up
@@ -170,6 +171,7 @@ class CacheEngine:
         self._admit = Admit(context, self._prompts, self._copies)
         self._requests = requests = Requests(self._leases, self._admit.expected)
         self._prefetcher = Prefetcher(context, self._prompts, policy, requests) if context.stores else None
+        self._misses = Misses(context.metrics, context.tree.page_size, context.watch and context.watch.fates)
         self._commit = Commit(context, self._copies, self._writes)
         movements = (self._copies, self._admit.staged, *self._writes, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
@@ -287,7 +289,10 @@ class CacheEngine:
         on_disk, remote, known = 0, 0, True
         if self._prefetcher is not None and located is not None:
             on_disk, remote, known = look_up(located, wait_s)
-        return LookupResult(device, usable - device, on_disk, known, remote)
+        missed = self._misses.of(
+            located.prompt.keys if located is not None else (), usable + on_disk + remote, len(packed), ()
+        )
+        return LookupResult(device, usable - device, on_disk, known, remote, missed)
 
     @running
     def prefetch(
@@ -376,6 +381,7 @@ class CacheEngine:
         self._leases[request.request_id], lease.on_exit = lease, self.release
         try:
             self._admit.forget(request.request_id)
+            self._misses.count(lease, prefetcher.unread(request.request_id) if prefetcher else ())
             if prefetcher:
                 prefetcher.admit(lease)
             else:

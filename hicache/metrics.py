@@ -123,6 +123,11 @@ class Histogram:
             self._counts[bisect_left(self._bounds, value)] += 1
             self._sum += value
 
+    def add(self, counts: Iterable[int], total: float) -> None:
+        """Add many observations: their number by interval, as in `HistogramValue.counts`, and their sum."""
+        self._counts = [old + new for old, new in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
     @property
     def value(self) -> HistogramValue:
         return HistogramValue(self._bounds, tuple(self._counts), self._sum)
@@ -168,9 +173,12 @@ class Metrics:
         series.counters = [*series.counters, counter]
         return counter
 
-    def histogram(self, name: str, help: str, family: str = "", **labels: str) -> Histogram:
-        """Return a new histogram of bytes or seconds for `name`. Each thread that observes needs its own."""
-        bounds = {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
+    def histogram(
+        self, name: str, help: str, family: str = "", *, bounds: tuple[float, ...] | None = None, **labels: str
+    ) -> Histogram:
+        """Return a new histogram of bytes or seconds for `name`. Each thread that observes needs its own. `bounds`: ascending;
+        None: those of the unit."""
+        bounds = bounds or {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
         if bounds is None:
             raise ValueError(f"metric {name}: histograms are of bytes or seconds")
         series, histogram = self._owned(_info(name, "histogram", help, family, labels), name), Histogram(bounds)

@@ -39,7 +39,7 @@ FLOW_LEVELS = (
     ("staged_load",),
     ("copies",),
     ("reads", "writes"),
-    ("counters", "located", "cost"),
+    ("counters", "located", "cost", "misses"),
     ("context",),
     ("components",),
     ("lease",),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 from hicache.config import PrefetchMode
 from hicache.flow.movement import Load
 from hicache.pages.key import TokenRun
+from hicache.pages.misses import USABLE
 from hicache.pages.node import TreeNode
 from hicache.tiers import FULL, Component, own
 
@@ -45,7 +46,8 @@ class Hit:
 class LookupResult:
     """Tokens of a prompt that each tier would serve now: device first, then host, disk and remote, without a gap.
 
-    `disk_known`: whether disk and remote tier answered in time; else they may hold more.
+    `disk_known`: whether disk and remote tier answered in time; else they may hold more. `missed`: the other tokens by
+    reason, see `docs/metrics.md`; a load that is not worth its time is not compared here.
     """
 
     device: int
@@ -53,6 +55,7 @@ class LookupResult:
     disk: int
     disk_known: bool = True
     remote: int = 0
+    missed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,9 @@ class Lease:
     `request`: what it was made for. `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of
     the prompt's pages, where a host tier needs them.
 
+    `missed`: the tokens of the prompt that had to be computed, by reason (`hicache.flow.misses`). `unused_reason`: why
+    pages in memory up to `branching_len` are not used.
+
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
     the first of them, where the prefix left it on the host.
@@ -170,6 +176,8 @@ class Lease:
         self.hit = Hit()
         self.cached_len = self.tree_len = self.length = self.held_len = 0
         self.checkpoint_len = self.branching_len = 0
+        self.unused_reason: int = USABLE
+        self.missed: Mapping[str, int] = {}
         self.loads: list[Load] = []
         self.state_load: Load | None = None
         self.released = False

@@ -10,6 +10,7 @@ import numpy as np
 from hicache.metrics import Metrics
 from hicache.pages.events import EventLog
 from hicache.pages.key import Tokens
+from hicache.pages.misses import EvictedAges, Fates, MissReason
 from hicache.pages.names import PageNames, PromptPages
 from hicache.pages.states import ABOVE, RAW, TierPages
 from hicache.pages.table import Rows
@@ -104,6 +105,7 @@ class HostWatch:
     def __init__(self, metrics: Metrics, page_tokens: int, *, has_stores: bool, events: EventLog | None) -> None:
         self._page_tokens, self._has_stores, self._events = page_tokens, has_stores, events
         self._is_told = False
+        self.fates, self._ages = Fates(), EvictedAges(metrics, "host")
         self._kept: dict[bytes, tuple[PromptPages, int]] = {}  # by key: pages that came together, and which of them
         self._demoted, self._lost = (
             metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
@@ -144,6 +146,8 @@ class HostWatch:
         if self._has_stores and not self._is_told and (pages.stored[rows_lost] == 0).any():
             self._is_told = True
             log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
+        self.fates.note(pages.table.name[rows_lost], MissReason.EVICTED)
+        self._ages.observe(pages.order.at, rows_lost)
         self._demoted.value += num_stored * self._page_tokens
         self._lost.value += (len(rows_lost) - num_stored) * self._page_tokens
         if self._events is not None:

@@ -73,9 +73,11 @@ from hicache.flow.cost import CostModel, LoadEstimate, LoadPolicy, Requests
 from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import Located, first_gap
+from hicache.flow.misses import Unused
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
 from hicache.pages.key import Tokens
+from hicache.pages.misses import MissReason
 from hicache.pages.states import COPY, HELD, READ, Counts
 from hicache.pages.table import NO_ROWS, Columns, Mask, Rows
 from hicache.storage.process.jobs import FindDone, FindJob, PageRows, ReadClass, ReadDone, ReadJob, Stalled
@@ -778,6 +780,9 @@ class StoreJobs:
             self._answered_s[job.store] = now_s
             self._num_jobs[job.store, job.is_urgent] -= not job.is_stalled
             self._counters.lost.value += done.asked - num_ok
+            if num_ok < done.asked and self._context.watch is not None:
+                failed = job.rows[: done.asked][~np.array(done.ok[: done.asked], np.bool_)]
+                self._context.watch.fates.note(job.component.pages.table.name[failed], MissReason.FAILED)
             if num_ok:
                 num_bytes = num_ok * job.component.host.page_bytes
                 moved.setdefault(job.store, []).append((num_bytes, done.seconds))
@@ -1084,6 +1089,16 @@ class Prefetcher(Movement):
         """The prompt of a lease is computed, or the lease ends: read no further for it."""
         if self._request_of(lease) is not None:
             self.cancel(lease.request_id)
+
+    def unread(self, request_id: str) -> list[Unused]:
+        """The pages that stores have for a request that is admitted now, and why they were not read for it."""
+        request = self._requests.get(request_id)
+        if request is None or request.located is None:
+            return []
+        reason = MissReason.NO_ROWS if request.was_postponed or request.lacks_host_room else MissReason.GATE
+        if request.lookup is not None:  # the request waits no longer for the answer
+            return [(request.num_usable, request.located.num_pages, reason)]
+        return [(start, end, reason) for start, end, _ in request.located.known]
 
     def cancel(self, request_id: str) -> None:
         """The request is admitted or gone: read no further for it, unless other requests need the same pages."""

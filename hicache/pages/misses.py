@@ -10,13 +10,16 @@ A page that a tier has behind a page that no tier has cannot be used. It counts 
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.pages.table import Names
+from hicache.metrics import Histogram, Metrics
+from hicache.pages.policy import Uses
+from hicache.pages.table import Names, Rows
 
 Reasons = npt.NDArray[np.int8]
 
@@ -24,6 +27,7 @@ AGE_BOUNDS: Final = tuple(float(2**k) for k in range(18))
 """Bounds of ages of evicted pages, from 1 s to 36 hours, by factors of 2."""
 USABLE: Final = -1  # in `Reasons`: a tier has the page
 _NUM_PAGES = 1 << 20
+_MAX_SAMPLES = 1024
 
 
 class MissReason(enum.IntEnum):
@@ -43,7 +47,7 @@ class MissReason(enum.IntEnum):
 MISS_HELP: Final[Mapping[MissReason, str]] = {
     MissReason.NEVER_STORED: "that no tier is known to have had: new text, or the end of a prompt",
     MissReason.EVICTED: "that tiers had and evicted",
-    MissReason.GATE: "that a tier has, but computing them was estimated to cost less than loading them",
+    MissReason.GATE: "that a tier has, or had not looked up yet, when computing them was estimated to cost less",
     MissReason.NO_ROWS: "for which CPU memory had no free page when they were to be stored or loaded",
     MissReason.FAILED: "that could not be stored or read",
 }
@@ -76,3 +80,27 @@ def count(reasons: Reasons) -> dict[MissReason, int]:
     last = np.maximum.accumulate(np.where(reasons == USABLE, -1, np.arange(len(reasons))))
     numbers = np.bincount(reasons[last[last >= 0]], minlength=len(MissReason)).tolist()
     return {reason: numbers[reason] for reason in MissReason if numbers[reason]}
+
+
+class EvictedAges:
+    """The time from the last use of pages to their eviction from one tier. Uses have ticks; the time of a tick is
+    interpolated between evictions. Owned by the scheduler thread."""
+
+    def __init__(self, metrics: Metrics, tier: str) -> None:
+        what = "seconds from the last use of a page to its eviction"
+        name, family = f"evict.{tier}_age_seconds", "evict_age_seconds"
+        self._histogram: Histogram = metrics.histogram(name, what, family, bounds=AGE_BOUNDS, tier=tier)
+        self._ticks, self._times_s = [0], [time.monotonic()]
+
+    def observe(self, at: Uses, rows: Rows) -> None:
+        """Note that the pages of `rows` are evicted now. `at`: the uses of the tier."""
+        if not len(rows):
+            return
+        if len(self._ticks) == _MAX_SAMPLES:
+            del self._ticks[1::2], self._times_s[1::2]
+        now_s = time.monotonic()
+        self._ticks.append(at.now)
+        self._times_s.append(now_s)
+        ages_s = now_s - np.interp(at.last_use[rows], self._ticks, self._times_s)
+        counts = np.bincount(np.searchsorted(AGE_BOUNDS, ages_s), minlength=len(AGE_BOUNDS) + 1)
+        self._histogram.add(counts.tolist(), float(ages_s.sum()))

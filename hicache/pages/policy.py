@@ -42,6 +42,11 @@ class Uses(Columns):
         self.table, self._now = table, 0
         table.add_columns(self)
 
+    @property
+    def now(self) -> int:
+        """The tick of the last use."""
+        return self._now
+
     def note_created(self, rows: Rows) -> None:
         """Record that consecutive pages are new to the tier, the first one first."""
         self.created[self.table.span(rows)] = np.arange(self._now + 1, self._now + 1 + len(rows))

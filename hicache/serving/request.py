@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -105,6 +105,7 @@ class RequestOutput:
     """The outcome of a request.
 
     `tokens`: the generated ones. `hit`: cached tokens per tier at the first admission; `cached_len` is their sum.
+    `missed`: the other tokens of the prompt at that admission, by reason (`hicache.flow.misses`).
     `is_counted`: whether it counts in hit rates: its prompt was admitted, and no other answer to the prompt counts.
     `computed_tokens`: prompt tokens that the model computed, including those computed again after a preemption.
     `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the cause if `finish_reason` is
@@ -121,6 +122,7 @@ class RequestOutput:
     preemptions: int = 0
     error: HiCacheError | None = None
     is_counted: bool = False
+    missed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def cached_len(self) -> int:

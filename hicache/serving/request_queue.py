@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from operator import attrgetter
 
@@ -62,6 +62,7 @@ class ScheduledRequest:
         self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
         self.hit: Hit | None = None
+        self.missed: Mapping[str, int] = {}
         self.is_decoding = self.has_ended = False
         self.changes_logits = request.sampling_params.changes_logits
         self.is_plain = not self.changes_logits and request.num_logprobs is None and request.constraint is None
@@ -89,7 +90,7 @@ class ScheduledRequest:
         self.kv_len = lease.cached_len
         self.stalled_since_s = 0.0
         if self.hit is None:
-            self.hit = lease.hit
+            self.hit, self.missed = lease.hit, lease.missed
 
     def note_loaded(self, hit: Hit) -> None:
         """Record tokens after the computed ones that no longer need computing."""
@@ -180,6 +181,7 @@ class ScheduledRequest:
             tokens=self.generated,
             finish_reason=reason,
             hit=self.hit or Hit(),
+            missed=self.missed,
             computed_tokens=self.computed_tokens,
             ttft_s=self.ttft_s,
             preemptions=self.preemptions,

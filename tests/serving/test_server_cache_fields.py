@@ -54,6 +54,16 @@ def test_hints_decide_what_leaves(
     assert cached_tokens(small, prompts[stays]) == HELD > cached_tokens(small, prompts[1 - stays])
 
 
+def test_a_header_asks_why_tokens_were_computed(small: Server) -> None:
+    """The reasons in the usage add up to the tokens that were not cached. Without the header there are none. This
+    server has no host tier, so it does not know them."""
+    body = json.dumps({"prompt": [1, 2, 3] * 9, "max_tokens": 1}).encode()
+    _, answer, _ = ask(small, "POST", "/v1/completions", body, X_HiCache_Debug="1")
+    assert answer["usage"]["prompt_tokens_details"]["missed_tokens_details"] == {"unknown": 27}
+    _, answer, _ = ask(small, "POST", "/v1/completions", body)
+    assert {*answer["usage"]["prompt_tokens_details"]} == {"cached_tokens", "cached_tokens_details"}
+
+
 def test_a_lower_priority_is_served_earlier(tmp_path: Path) -> None:
     """Of two requests that wait for the only place, though the other one came first."""
 

@@ -37,6 +37,7 @@ from hicache.serving.server.workers import PromptWorkers
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+_DEBUG = "x-hicache-debug"  # header of a request whose usage has `missed_tokens_details`
 _PAGE = Path(__file__).with_name("dashboard.html")
 # The dashboard page sends requests only to its own server, and cannot be shown in a frame.
 _POLICY = (
@@ -253,7 +254,8 @@ async def _answer(
     constraint: JsonConstraint | None,
 ) -> Response:
     record = record_of(request.scope)
-    generation = frontend.start(body, prompts, reply.reply_id, record.arrival_s, constraint)
+    is_debug = request.headers.get(_DEBUG, "") not in ("", "0")
+    generation = frontend.start(body, prompts, reply.reply_id, record.arrival_s, constraint, is_debug=is_debug)
     record.fields.update(reply_id=reply.reply_id, stream=bool(body.stream))
     if body.stream:
         return EventStream(generation, reply, record.fields)

@@ -127,8 +127,11 @@ class Frontend:
         reply_id: str,
         arrival_s: float,
         constraint: JsonConstraint | None = None,
+        *,
+        is_debug: bool = False,
     ) -> Generation:
-        """Submit all prompts, or none. `constraint`: of each answer. Raises `ApiError`."""
+        """Submit all prompts, or none. `constraint`: of each answer. `is_debug`: see `Generation`. Raises
+        `ApiError`."""
         num_each = body.n or 1
         self.require_capacity(len(prompts) * num_each)
         self._require_possible(body, prompts)
@@ -144,7 +147,7 @@ class Frontend:
             request.request_id: self._choice(body, index, request, prompts[index // num_each].text)
             for index, request in enumerate(requests)
         }
-        generation = Generation(choices, self._thread, self.limits.timeout_s)
+        generation = Generation(choices, self._thread, self.limits.timeout_s, is_debug=is_debug)
         for request in requests:
             self._open[request.request_id] = _OpenRequest(generation, arrival_s)
         for first in range(0, len(requests), num_each):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from hicache.engine import Hit
@@ -100,9 +100,12 @@ class Generation:
     """The answers to one HTTP request. All methods are called on the event loop.
 
     `choices`: by request id. `ends`: the engine thread that runs the requests. `timeout_s`: for the error message.
+    `is_debug`: whether the usage says why tokens of the prompt were computed.
     """
 
-    def __init__(self, choices: dict[str, Choice], ends: EngineThread, timeout_s: float) -> None:
+    def __init__(
+        self, choices: dict[str, Choice], ends: EngineThread, timeout_s: float, *, is_debug: bool = False
+    ) -> None:
         self._choices = choices
         self._ends = ends
         self._timeout_s = timeout_s
@@ -112,11 +115,12 @@ class Generation:
         self.aborted = False
         self._prompt_tokens = 0
         self._cached = Hit()
+        self._missed = Counter[str]() if is_debug else None
 
     @property
     def usage(self) -> Usage:
         generated = sum(choice.num_tokens for choice in self._choices.values())
-        return Usage(self._prompt_tokens, generated, self._cached)
+        return Usage(self._prompt_tokens, generated, self._cached, self._missed)
 
     def summary(self) -> dict[str, object]:
         """Return tokens and outcomes, for the log line."""
@@ -149,6 +153,8 @@ class Generation:
         if choice.is_first:
             self._prompt_tokens += output.prompt_tokens
             self._cached += output.hit
+            if self._missed is not None:
+                self._missed.update(output.missed)
         if choice.outcome not in ("stop", "length"):
             self._fail(_error_of(output, self._timeout_s))
         self._news.set()

@@ -141,6 +141,7 @@ class Usage:
     prompt: int
     completion: int
     cached: Hit | None = None
+    missed: Mapping[str, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         counts = {
@@ -150,7 +151,12 @@ class Usage:
         }
         if self.cached is None:
             return counts
-        details = {"cached_tokens": self.cached.tokens, "cached_tokens_details": asdict(self.cached)}
+        details: dict[str, Any] = {
+            "cached_tokens": self.cached.tokens,
+            "cached_tokens_details": asdict(self.cached),
+        }
+        if self.missed is not None:
+            details["missed_tokens_details"] = dict(self.missed)
         return {**counts, "prompt_tokens_details": details}
 
 
