@@ -30,10 +30,11 @@ class Server:
         self.policy = self.engine.connector.manager.primary_tier._policy
         self._names = itertools.count()
 
-    def ask(self, prompt: list[int], **given: Any) -> int:
-        """The cached tokens of a prompt. `given`: its hints."""
+    def ask(self, prompt: list[int], of_request: dict[str, Any] | None = None, **given: Any) -> int:
+        """The cached tokens of a prompt. `given`: its hints. `of_request`: more arguments of vLLM's `Request`."""
         name, before = f"request-{next(self._names)}", self.engine.num_cached
-        self.engine.ask(name, prompt, 2, kv_transfer_params={"hicache": given} if given else None)
+        params = {"hicache": given} if given else None
+        self.engine.ask(name, prompt, 2, kv_transfer_params=params, **(of_request or {}))
         self.engine.finish()
         assert self.engine.answers[name] == answer_to(prompt, 2)
         assert not self.policy._order.violations()

@@ -171,13 +171,13 @@ class Engine:
         num_tokens: int,
         priority: int = 0,
         kv_transfer_params: dict[str, Any] | None = None,
+        **of_request: Any,
     ) -> None:
+        """`of_request`: more arguments of vLLM's `Request`."""
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         sampling.extra_args = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None
-        arrival = float(next(self._arrivals))
-        request = Request(
-            name, list(prompt), sampling, None, arrival_time=arrival, priority=priority, block_hasher=self._hasher
-        )
+        of_request |= {"arrival_time": float(next(self._arrivals)), "priority": priority}
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, **of_request)
         self.answers[name] = []
         self.scheduler.add_request(request)
 

@@ -85,6 +85,7 @@ class HiCacheConnector(OffloadingConnector):
         if reason is not None and config.extra_config.get("store") == "leaving":
             raise ConfigError(f"store=leaving: {reason}; set store to auto")
         spec = ConnectorSpec(config) if reason is None else HiCacheOffloadingSpec(config)
+        spec.is_fallback = reason is not None
         if role == KVConnectorRole.WORKER:
             self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
         elif isinstance(spec, ConnectorSpec):

@@ -95,10 +95,12 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     Under vLLM's `OffloadingConnector`; `HiCacheConnector` uses `ConnectorSpec`.
 
     `row_packing`: how rows are packed, for the tiers below the CPU tier; None: rows have vLLM's own bytes.
-    `recurrent_states`: of the scheduler's spec, for the identity of a store.
+    `recurrent_states`: of the scheduler's spec, for the identity of a store. `is_fallback`: HiCacheConnector uses this
+    spec, because it cannot store chunks when the GPU evicts them.
     """
 
     recurrent_states: str = ""
+    is_fallback: bool = False
     _worker: HiCacheOffloadingWorker | None
 
     @classmethod
@@ -193,12 +195,21 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             needed = num_gpu_blocks // self.blocks_per_chunk * self.kv_bytes_per_chunk
             log.warning(
                 "the CPU tier brings nothing: it has %d blocks, the GPU's cache has %d, and chunks are stored when "
-                "they are computed, so the GPU has the same chunks; set kv_connector to HiCacheConnector, or "
-                "cpu_bytes_to_use to more than %d",
+                "they are computed, so the GPU has the same chunks; set %scpu_bytes_to_use to more than %d",
                 num_blocks,
                 num_gpu_blocks,
+                "kv_connector to HiCacheConnector, or " if self._may_store_evicted else "",
                 needed,
             )
+
+    @property
+    def _may_store_evicted(self) -> bool:
+        """Whether HiCacheConnector could store chunks when the GPU evicts them, as far as this spec knows: see
+        `reason_for_eager_stores`."""
+        config = self.config
+        block_tokens = {group.tokens_per_block for group in config.groups}
+        has_one_size = block_tokens == {config.cache.tokens_per_hash}
+        return not self.is_fallback and has_one_size and config.parallel.dcp_size == 1 and not self.recurrent_states
 
     def _note_mapped(self, region: SharedOffloadRegion, user: int) -> None:
         """Note that a process of this engine has mapped the region. When all have, the names of its files are

@@ -307,20 +307,31 @@ def test_a_vllm_without_a_private_name_is_refused(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("spec", "num_rows", "warns"),
-    [(HiCacheOffloadingSpec, 21, True), (HiCacheOffloadingSpec, 22, False), (ConnectorSpec, 4, False)],
+    ("spec", "num_rows", "warns", "is_fallback"),
+    [
+        (HiCacheOffloadingSpec, 21, True, False),
+        (HiCacheOffloadingSpec, 21, True, True),
+        (HiCacheOffloadingSpec, 22, False, False),
+        (ConnectorSpec, 4, False, False),
+    ],
 )
 def test_a_cpu_tier_that_repeats_the_gpu_is_reported(
-    spec: type[HiCacheOffloadingSpec], num_rows: int, warns: bool, caplog: pytest.LogCaptureFixture
+    spec: type[HiCacheOffloadingSpec],
+    num_rows: int,
+    warns: bool,
+    is_fallback: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At the start, with both sizes: 64 blocks of the GPU, and chunks of three."""
+    """At the start, with both sizes: 64 blocks of the GPU, and chunks of three. HiCacheConnector is advised unless it
+    has the same stores."""
     cache = Cache(blocks_per_chunk=3)
     with caplog.at_level(logging.WARNING, "hicache"):
-        spec(offloading_config(cache, {"cpu_bytes_to_use": num_rows * cache.chunk_bytes})).get_worker(
-            cache.on("cpu")
-        ).shutdown()
+        started = spec(offloading_config(cache, {"cpu_bytes_to_use": num_rows * cache.chunk_bytes}))
+        started.is_fallback = is_fallback
+        started.get_worker(cache.on("cpu")).shutdown()
     reported = {record.getMessage() for record in caplog.records if "brings nothing" in record.getMessage()}
     assert len(reported) == warns
     if warns:
         [message] = reported
         assert "it has 63 blocks, the GPU's cache has 64" in message
+        assert ("set kv_connector to HiCacheConnector, or cpu_bytes" in message) is not is_fallback
