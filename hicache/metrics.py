@@ -176,8 +176,8 @@ class Metrics:
     def histogram(
         self, name: str, help: str, family: str = "", *, bounds: tuple[float, ...] | None = None, **labels: str
     ) -> Histogram:
-        """Return a new histogram of bytes or seconds for `name`. Each thread that observes needs its own. `bounds`: ascending;
-        None: those of the unit."""
+        """Return a new histogram of bytes or seconds for `name`. Each thread that observes needs its own.
+        `bounds`: ascending; None: those of the unit."""
         bounds = bounds or {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
         if bounds is None:
             raise ValueError(f"metric {name}: histograms are of bytes or seconds")

@@ -28,7 +28,7 @@ def counted(engine: CacheEngine) -> dict[str, float]:
 
 
 def test_new_and_evicted_pages_are_told_apart() -> None:
-    """A new prompt, the same again, and again after others have evicted it from device and host. The ages of the
+    """A new prompt, the same again, and again after other prompts have evicted it from device and host. The ages of the
     evicted pages are observed."""
     settings = config(device_tokens=136, host_bytes=24 * PAGE_BYTES, eviction_policy="lru")
     tokens = prompt(1, 49)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
+from hicache.integrations.vllm import HiCacheOffloadingSpec
 from hicache.integrations.vllm.manager import EVICTED_AGE, MISSED_TOKENS, miss_metrics
 from hicache.pages.misses import USABLE, Fates, MissReason, count
 from hicache.pages.table import names_of
@@ -54,7 +58,7 @@ class Recorder:
 @pytest.mark.smoke
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> None:
-    """A new prompt; the same again, from the GPU; with a new end; after others have evicted all of it, and a part. The
+    """A new prompt; the same again, from the GPU; with a new end; after other prompts have evicted all of it, and a part. The
     age of each evicted chunk is observed."""
     server = servers(connector)
     recorder, prompt = Recorder(server), prompt_of(1)
@@ -125,3 +129,22 @@ def test_pages_behind_a_gap_count_with_the_page_before_them() -> None:
     fates.note(names_of(keys[16:18]), MissReason.NEVER_STORED)
     assert fates.reasons(names_of(keys[16:20])).tolist() == [0, 0, 4, 4]
     assert not len(fates.reasons(names_of([])))
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    """Each `vllm:hicache_` series of the Grafana dashboard belongs to a declared metric, and so do its labels."""
+    dashboard = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "vllm.json"
+    extra = {"cpu_bytes_to_use": "1GB", "disk": {"path": "/nvme/kv"}}
+    labels = {
+        f"{name}{suffix}": {*metric.labelnames}
+        for name, metric in HiCacheOffloadingSpec.build_metric_definitions(extra).items()
+        for suffix in ("", "_total", "_bucket")
+    }
+    panels = json.loads(dashboard.read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    names = {name for text in expressions for name in re.findall(r"vllm:hicache_\w+", text)}
+    assert {f"{MISSED_TOKENS}_total", f"{EVICTED_AGE}_bucket"} <= names <= {*labels}
+    for text in expressions:
+        for name in re.findall(r"vllm:hicache_\w+", text):
+            [grouped] = re.findall(r"by \(([^)]*)\)", text)
+            assert {*grouped.split(", ")} <= {*labels[name], "le"}
