@@ -21,10 +21,13 @@ BYTES_BOUNDS = tuple(float(4**k) for k in range(6, 19))
 """Bounds from 4 KiB to 64 GiB, by factors of 4."""
 SECONDS_BOUNDS = tuple(1e-5 * 2**k for k in range(23))
 """Bounds from 10 us to 42 s, by factors of 2."""
+AGE_BOUNDS = tuple(float(2**k) for k in range(18))
+"""Bounds from 1 s to 36 hours, by factors of 2."""
+_BOUNDS = {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS, "age_seconds": AGE_BOUNDS}
 
 # The accepted last words of a metric's name.
 UNITS = (
-    *("bytes_per_second", "tokens_per_second", "writes_per_day", "bytes", "seconds", "ratio"),
+    *("bytes_per_second", "tokens_per_second", "writes_per_day", "bytes", "age_seconds", "seconds", "ratio"),
     *("tokens", "pages", "states", "nodes", "runs", "windows", "blocks", "batches"),
     *("requests", "attempts", "leases", "loads", "copies", "reads", "jobs", "evictions"),
     *("failures", "errors", "opens", "retries", "touches", "state", "flag"),
@@ -173,12 +176,9 @@ class Metrics:
         series.counters = [*series.counters, counter]
         return counter
 
-    def histogram(
-        self, name: str, help: str, family: str = "", *, bounds: tuple[float, ...] | None = None, **labels: str
-    ) -> Histogram:
-        """Return a new histogram of bytes or seconds for `name`. Each thread that observes needs its own.
-        `bounds`: ascending; None: those of the unit."""
-        bounds = bounds or {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
+    def histogram(self, name: str, help: str, family: str = "", **labels: str) -> Histogram:
+        """Return a new histogram of bytes or seconds for `name`. Each thread that observes needs its own."""
+        bounds = _BOUNDS.get(_unit_of(name))
         if bounds is None:
             raise ValueError(f"metric {name}: histograms are of bytes or seconds")
         series, histogram = self._owned(_info(name, "histogram", help, family, labels), name), Histogram(bounds)

@@ -35,7 +35,6 @@ from hicache.flow.prompt import Prompts
 from hicache.flow.staged_load import StagedLoad
 from hicache.metrics import Metrics
 from hicache.pages.key import Tokens
-from hicache.pages.misses import MissReason
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.pages.tree import Expectation
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
@@ -165,8 +164,7 @@ class Admit:
                 lease.hit = self._fill(lease, admission, located, to_load, held)
             self._copies.backup_wanted(lease.node)
             self._copies.count_decision(estimate)
-            if estimate is not None and not estimate.is_worth_loading():
-                lease.unused_reason = MissReason.GATE
+            lease.declines_load = estimate is not None and not estimate.is_worth_loading()
             self._count_admitted(lease)
             undo.pop_all()
         return lease

@@ -12,7 +12,6 @@ import torch
 from hicache.config import PrefetchMode
 from hicache.flow.movement import Load
 from hicache.pages.key import TokenRun
-from hicache.pages.misses import USABLE
 from hicache.pages.node import TreeNode
 from hicache.tiers import FULL, Component, own
 
@@ -147,8 +146,8 @@ class Lease:
     `request`: what it was made for. `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of
     the prompt's pages, where a host tier needs them.
 
-    `missed`: the tokens of the prompt that had to be computed, by reason (`hicache.flow.misses`). `unused_reason`: why
-    pages in memory up to `branching_len` are not used.
+    `missed`: the tokens of the prompt that had to be computed, by reason (`hicache.flow.misses`). `declines_load`:
+    pages on the host up to `branching_len` are not loaded, because computing them was estimated to cost less.
 
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
@@ -176,7 +175,7 @@ class Lease:
         self.hit = Hit()
         self.cached_len = self.tree_len = self.length = self.held_len = 0
         self.checkpoint_len = self.branching_len = 0
-        self.unused_reason: int = USABLE
+        self.declines_load = False
         self.missed: Mapping[str, int] = {}
         self.loads: list[Load] = []
         self.state_load: Load | None = None

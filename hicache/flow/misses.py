@@ -36,7 +36,11 @@ class Misses:
     def count(self, lease: Lease, in_stores: Sequence[Unused]) -> None:
         """Note and count the computed tokens of a lease. `in_stores`: pages that stores have and that were not read."""
         page = self._page_tokens
-        in_memory = (lease.cached_len // page, lease.branching_len // page, lease.unused_reason)
+        in_memory = (
+            lease.cached_len // page,
+            lease.branching_len // page,
+            MissReason.GATE if lease.declines_load else USABLE,
+        )
         lease.missed = self.of(lease.keys, lease.cached_len, lease.prompt_len, [*in_stores, in_memory])
         if lease.request.is_counted:
             for label, num_tokens in lease.missed.items():

@@ -17,14 +17,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.metrics import Histogram, Metrics
+from hicache.metrics import AGE_BOUNDS, Histogram, Metrics
 from hicache.pages.policy import Uses
 from hicache.pages.table import Names, Rows
 
 Reasons = npt.NDArray[np.int8]
 
-AGE_BOUNDS: Final = tuple(float(2**k) for k in range(18))
-"""Bounds of ages of evicted pages, from 1 s to 36 hours, by factors of 2."""
 USABLE: Final = -1  # in `Reasons`: a tier has the page
 _NUM_PAGES = 1 << 20
 _MAX_SAMPLES = 1024
@@ -89,7 +87,7 @@ class EvictedAges:
     def __init__(self, metrics: Metrics, tier: str) -> None:
         what = "seconds from the last use of a page to its eviction"
         name, family = f"evict.{tier}_age_seconds", "evict_age_seconds"
-        self._histogram: Histogram = metrics.histogram(name, what, family, bounds=AGE_BOUNDS, tier=tier)
+        self._histogram: Histogram = metrics.histogram(name, what, family, tier=tier)
         self._ticks, self._times_s = [0], [time.monotonic()]
 
     def observe(self, at: Uses, rows: Rows) -> None:

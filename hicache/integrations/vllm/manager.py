@@ -30,7 +30,8 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks
 from hicache.integrations.vllm.hints import Continuations, by_group, chunks_in_order, hints_of
-from hicache.pages.misses import AGE_BOUNDS, MISS_HELP, USABLE, Fates, MissReason, count
+from hicache.metrics import AGE_BOUNDS
+from hicache.pages.misses import MISS_HELP, USABLE, Fates, MissReason, count
 from hicache.pages.table import names_of
 
 _REMEMBERED_CHUNKS = 1 << 16  # at least, for the chunks that follow them

@@ -58,8 +58,8 @@ class Recorder:
 @pytest.mark.smoke
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> None:
-    """A new prompt; the same again, from the GPU; with a new end; after other prompts have evicted all of it, and a part. The
-    age of each evicted chunk is observed."""
+    """A new prompt; the same again, from the GPU; with a new end; after other prompts have evicted all of it. The age
+    of each evicted chunk is observed."""
     server = servers(connector)
     recorder, prompt = Recorder(server), prompt_of(1)
     assert recorder.ask(prompt) == {"never_stored": COMPLETE}
