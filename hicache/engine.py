@@ -171,7 +171,7 @@ class CacheEngine:
         self._admit = Admit(context, self._prompts, self._copies)
         self._requests = requests = Requests(self._leases, self._admit.expected)
         self._prefetcher = Prefetcher(context, self._prompts, policy, requests) if context.stores else None
-        self._misses = Misses(context.metrics, context.tree.page_size, context.watch and context.watch.fates)
+        self._misses = Misses(context.metrics, context.tree.page_size, context.watch)
         self._commit = Commit(context, self._copies, self._writes)
         movements = (self._copies, self._admit.staged, *self._writes, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]

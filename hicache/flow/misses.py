@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hicache.flow.lease import Lease
+from hicache.flow.prompt import HostWatch
 from hicache.metrics import Metrics
-from hicache.pages.misses import MISS_HELP, USABLE, Fates, MissReason, count
+from hicache.pages.misses import MISS_HELP, USABLE, MissReason, count
 from hicache.pages.table import names_of
 
 # Pages [start, end) of a prompt that a tier has, and why they are not used: a `MissReason`, or `USABLE`.
@@ -19,10 +20,11 @@ _HELP = {reason.label: text for reason, text in MISS_HELP.items()} | {
 
 
 class Misses:
-    """Owned by the scheduler thread. `fates`: of pages that the host evicted; None without a host tier."""
+    """Owned by the scheduler thread. `watch`: knows the fates of pages that the host evicted; None without a host
+    tier."""
 
-    def __init__(self, metrics: Metrics, page_tokens: int, fates: Fates | None) -> None:
-        self._page_tokens, self._fates = page_tokens, fates
+    def __init__(self, metrics: Metrics, page_tokens: int, watch: HostWatch | None) -> None:
+        self._page_tokens, self._fates = page_tokens, None if watch is None else watch.fates
         self._counters = {
             label: metrics.counter(
                 f"admit.{label}_missed_tokens",
