@@ -166,8 +166,8 @@ def tables() -> ModuleType:
 
 
 def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
-    """Of settings, flags, environment, metrics and families: run `make tables` where they are not."""
-    texts = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    """Of settings, flags, environment, metrics, families and measurements: run `make tables` where they are not."""
+    texts = {path.relative_to(ROOT): path.read_text() for path in PAGES}
     assert [str(path) for path, text in texts.items() if tables.filled(text) != text] == []
     marks = [re.findall(r"^<!-- (table|end of table)\b", text, re.MULTILINE) for text in texts.values()]
     assert all(of_page == ["table", "end of table"] * (len(of_page) // 2) for of_page in marks)

@@ -23,8 +23,8 @@ def run_program(
 ) -> Any:
     """Run `python -m <module>` with a task as JSON on its standard input; returns the JSON of the task's file `result`.
 
-    BenchUnavailable if it wrote no result; then the end of its log is printed. After `patience_s` it is killed, and a
-    result that it wrote before counts.
+    BenchUnavailable if it wrote no result; then errors and the end of its log are printed. After `patience_s` it is
+    killed, and a result that it wrote before counts.
     """
     result, log = folder / f"{name}.json", folder / f"{name}.log"
     with log.open("wb") as out:
@@ -46,8 +46,10 @@ def run_program(
                 os.killpg(process.pid, signal.SIGKILL)  # its workers too
             process.wait()
     if not result.exists():
-        print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n", file=sys.stderr)
-        raise BenchUnavailable(f"{name} is not served: the end of its log is above")
+        lines = log.read_text(errors="replace").splitlines()
+        causes = [line for line in lines[:-40] if "Error" in line]  # of other processes, often far above
+        print(*causes[-20:], *lines[-40:], sep="\n", file=sys.stderr)
+        raise BenchUnavailable(f"{name} is not served: errors and the end of its log are above")
     return json.loads(result.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Write tables of declarations in the code into the pages of docs/, between marks:
+"""Write tables of declarations in the code, and of measurements, into the pages of docs/ and README, between marks:
 
     <!-- table: settings EngineConfig -->
     ...
@@ -22,6 +22,8 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+
+from measured import measured_table
 
 from hicache import DiskConfig, EngineConfig, RemoteConfig, build_engine
 from hicache.config import SECTIONS
@@ -67,7 +69,7 @@ def filled(page: str) -> str:
 
 def main() -> None:
     sys.path.append(str(ROOT / "tests" / "support"))
-    changed = {path: filled(path.read_text()) for path in sorted((ROOT / "docs").rglob("*.md"))}
+    changed = {path: filled(path.read_text()) for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
     changed |= {path: addressed(path.read_text()) for path in (ROOT / name for name in ADDRESSED)}
     changed[RULES] = rules(changed[ALERTS])
     for path, now in changed.items():
@@ -185,10 +187,15 @@ def _usage(flag: argparse.Action) -> str:
     return f"{name} {flag.metavar or ','.join(flag.choices or ()) or value}"
 
 
+def _measured_table(_: str) -> str:
+    return _table("| | measured | compared with | case | file in `bench/results/` |", measured_table())
+
+
 _TABLES: dict[str, Callable[[str], str]] = {
     "environment": _environment_table,
     "families": _families_table,
     "flags": _flags_table,
+    "measured": _measured_table,
     "metrics": _metrics_table,
     "models": _models_table,
     "settings": _settings_table,

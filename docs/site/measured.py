@@ -1,0 +1,173 @@
+"""README's table of measurements, from the files in bench/results/.
+
+A row quotes one case: its value, and its ceiling, the value of the other side. The words of further figures come from
+the names of their cases, so that no two sides can be exchanged. A row has alternatives: the first one whose file has
+all of its cases is shown. So figures of a release replace older ones when their files are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hicache.bench.common import Case, read_report
+from hicache.bench.machine import RESULTS
+
+# Words for the other side of a case, by the last word of its name before a size.
+_SIDES = {
+    "over_lazy": "with vLLM's lazy CPU tier",
+    "over_cpu": "with vLLM's CPU tier",
+    "over_none": "without a tier",
+    "over_lmcache": "with LMCache",
+    "over_fs": "with vLLM's `fs` tier",
+    "over_files": "with SGLang's files",
+    "gate": "with the better of always and never loading",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row. `measured` and `compared` are formats of the case's `value` and `ceiling`, and of numbers in its note by
+    the word before them; if `compared` is "", its words come from the case's name. `others`: cases whose ceilings
+    follow."""
+
+    what: str
+    case: str
+    file: str
+    measured: str
+    compared: str = ""
+    others: tuple[str, ...] = ()
+
+    def cells(self, cases: dict[str, Case]) -> list[str]:
+        case = cases[self.case]
+        assert case.ceiling is not None
+        notes = {word: float(number) for word, number in re.findall(r"([a-z]+) (\d+\.?\d*)", case.note)}
+        form = re.sub("value", "ceiling", self.measured.partition("}")[0]) + "}"
+        compared = self.compared or f"{form} {_side(self.case)}"
+        cells = [self.measured.format(value=case.value, **notes), compared.format(ceiling=case.ceiling, **notes)]
+        cells[1] += "".join(f", {form.format(ceiling=cases[name].ceiling)} {_side(name)}" for name in self.others)
+        return [self.what, *(_grouped(cell) for cell in cells), f"`{self.case}`", f"`{self.file}`"]
+
+
+def _side(case: str) -> str:
+    return next(_SIDES[word] for word in reversed(case.split(".")) if word in _SIDES)
+
+
+def _grouped(cell: str) -> str:
+    """Numbers of more than three digits in groups of three."""
+    return re.sub(r"(?<![\w.])\d{4,}", lambda found: f"{int(found[0]):,}".replace(",", " "), cell)
+
+
+_AGENTS = "40 sessions of agents, 320 turns, 16 clients, vLLM 0.32 with `HiCacheConnector` of 64 GiB, one H200"
+_ON_DISK = "12 sessions of agents, 16 clients, vLLM 0.32 with `HiCacheConnector` of 16 GiB and a disk, one H200"
+_PACKED = "packed pages of 64 tokens, host to device, one"
+_COPY = "{ceiling:.1f} for a plain pinned copy, {packing:.1f} without packing"
+_CAPPED = "GPU cache capped at 81 920 tokens, one run"
+ROWS: tuple[tuple[Row, ...], ...] = (
+    tuple(
+        Row(f"{_PACKED} {gpu}", "packed.load.contiguous", file, "{value:.1f} GB/s of raw bytes", _COPY)
+        for gpu, file in (("H200", "packed-nvidia-h200.json"), ("H100", "packed-nvidia-h100-80gb-hbm3.json"))
+    ),
+    (
+        Row(
+            "first token behind 32k tokens on the host, 8B geometry, one H200",
+            "serving.ttft.host.prefix32768",
+            "serving-nvidia-h200.json",
+            "{value:.2f} ({token:.0f} ms)",
+            "{ceiling:.1f} would be the slower of a plain copy of their KV ({load:.0f} ms) and of computing the rest "
+            "({compute:.0f} ms)",
+        ),
+    ),
+    (
+        Row(
+            f"{_AGENTS}, median of 3",
+            "servers.vllm.agents.over_lazy.64",
+            "servers-nvidia-h200.json",
+            "{value:.1f} s",
+            others=tuple(f"servers.vllm.agents.over_{mode}.64" for mode in ("cpu", "none", "lmcache")),
+        ),
+        Row(
+            "300 turns of coding agents, 8 clients, vLLM 0.32 with `HiCacheOffloadingSpec` of 16 GiB, one H200, "
+            + _CAPPED,
+            "servers.vllm.sessions.spec",
+            "servers-vllm-sessions-memory-nvidia-h200.json",
+            "{value:.1f} s",
+            "{ceiling:.1f} with vLLM's CPU tier of 16 GiB",
+        ),
+    ),
+    (
+        Row(
+            f"{_ON_DISK}, GPU cache capped at 180 000 tokens, one run",
+            "servers.vllm.agents.disk.over_fs",
+            "servers-nvidia-h200.json",
+            "{value:.1f} s",
+            others=("servers.vllm.agents.disk.gate",),
+        ),
+        Row(
+            "300 turns of coding agents, 8 clients, the same spec with 8 GiB and a disk, one H100, " + _CAPPED,
+            "servers.vllm.sessions.disk.c8",
+            "servers-vllm-sessions-gate-nvidia-h100-80gb-hbm3.json",
+            "{value:.1f} s",
+            "{ceiling:.1f} if every prefix is loaded",
+        ),
+    ),
+    (
+        Row(
+            "first token of 98k tokens after a restart, from the disk of the machine, one H200",
+            "both.restart",
+            "both-nvidia-h200.json",
+            "{value:.2f} s",
+            "{ceiling:.2f} computed",
+        ),
+        Row(
+            "documents of 32k tokens after a restart, files on a tmpfs, vLLM 0.32 with `HiCacheOffloadingSpec` and a "
+            "disk, one H200",
+            "servers.vllm.tokens32768.restart.over_fs",
+            "servers-vllm-tokens32768-fs-hicache-nvidia-h200.json",
+            "{value:.0f} ms",
+        ),
+    ),
+    tuple(
+        Row(f"tokens in a GiB, {gpu}", "packed.capacity.host", file, "{value:.0f}", "{ceiling:.0f} unpacked")
+        for gpu, file in (
+            ("one H200", "packed-nvidia-h200.json"),
+            ("keys and values of SmolLM2-135M", "packed-nvidia-h100-80gb-hbm3.json"),
+        )
+    ),
+    tuple(
+        Row(
+            "first token of 98k tokens, computed and loaded at once from a store as fast as computing, one H200",
+            "both.equal.98k",
+            file,
+            "{value:.2f} s",
+            "{ceiling:.2f} if all is computed, {load:.2f} if all is loaded",
+        )
+        for file in ("both-nvidia-h200.json", "both-rates-eight-nvidia-h200.json")
+    ),
+    (
+        Row(
+            "the worst loss: 40 turns of coding agents that fit the device, 8 clients, SGLang 0.5.23 with HiCache and "
+            "`HiCacheDisk`, one H100, one run",
+            "servers.sglang.sessions.disk.over_none",
+            "servers-sglang-sessions-one-nvidia-h100-80gb-hbm3.json",
+            "{value:.1f} s",
+            "{ceiling:.1f} without HiCache",
+        ),
+    ),
+)
+
+
+def measured_table(results: Path = RESULTS) -> list[str]:
+    """The rows of the table, without its header. Raises LookupError if a row has no file with its cases."""
+    return [f"| {' | '.join(_cells(row, results))} |" for row in ROWS]
+
+
+def _cells(alternatives: Sequence[Row], results: Path) -> list[str]:
+    for row in alternatives:
+        if (results / row.file).exists():
+            cases = {case.name: case for case in read_report(results / row.file).cases}
+            if {row.case, *row.others} <= cases.keys():
+                return row.cells(cases)
+    raise LookupError(f"no file in {results} has {alternatives[-1].case}")
