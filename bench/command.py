@@ -1,4 +1,4 @@
-"""`hicache bench list`, `run` and `compare`; in a checkout also `python -m bench`.
+"""`hicache bench list`, `run`, `compare` and `plot`; in a checkout also `python -m bench`.
 
 Finds the benchmarks (modules of this package with `NAME`, `DESCRIPTION`, `add_arguments` and `run`), parses, runs,
 writes the result file and prints a table. `run all` runs each that this machine can run, with its defaults; `run small`
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import pkgutil
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, cast
@@ -20,9 +22,10 @@ from typing import NoReturn, cast
 import torch
 
 from hicache import bench
-from hicache.bench.common import BenchModule, BenchUnavailable, Report
+from hicache.bench.common import BenchModule, BenchUnavailable, Report, read_report
 from hicache.bench.compare import add_compare_flags, compare_command
-from hicache.bench.machine import RESULTS
+from hicache.bench.machine import RESULTS, machine_name
+from hicache.bench.servers.plot import write_plots
 from hicache.console import print_table
 
 _PLACES = ("--out", "--resume")
@@ -37,6 +40,35 @@ SETS: dict[str, dict[str, list[str]]] = {
 }
 
 
+# The benchmarks whose figures README and performance.md quote, in order, and the minutes of each on one H200. Those of
+# servers are of one run of a mode: an entry has many, and each is in the file when it ends.
+RELEASE: list[tuple[str, list[str], float]] = [
+    ("transfer", [], 3),
+    ("packed", [], 4),
+    ("device", [], 2),
+    ("disk", [], 4),
+    ("overlap", [], 3),
+    ("tree", [], 1),
+    ("steps", [], 1),
+    ("remote", [], 2),
+    ("serving", ["--only", "decode", "prefill", "host", "conversations"], 5),
+    ("serving", ["--only", "sessions"], 5),
+    ("serving", ["--only", "sessions-host"], 4),
+    ("serving", ["--only", "stream", "compiled"], 6),
+    ("both", ["--only", "rates", "eight"], 6),
+    ("both", ["--only", "neighbours", "restart"], 4),
+    ("both", ["--only", "sessions"], 5),
+    ("servers", ["--modes", "none,cpu,lazy,lmcache,raw,hicache", "--samples", "3"], 5),
+    ("servers", ["--modes", "cpu,lazy,hicache", "--cpu-gib", "32,96"], 5),
+    ("servers", ["--modes", "lazy,hicache", "--clients", "8,32"], 5),
+    ("servers", ["--modes", "fs,disk,disk-always,disk-never"], 4),
+    ("servers", ["--modes", "fs,disk,disk-always,disk-never", "--folder", "/dev/shm"], 4),
+    ("servers", ["--workload", "conversation", "--modes", "none,cpu,hicache"], 3),
+    ("servers", ["--server", "sglang", "--modes", "none,files,hicache"], 4),
+]
+_FOLDER_FLAGS = {"disk": "--dir", "serving": "--folder", "both": "--folder", "servers": "--folder"}
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments of a benchmark in one line, like all errors of the command line."""
 
@@ -48,10 +80,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `hicache bench` and their flags."""
     commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
     commands.add_parser("list", help="name and description of every benchmark", allow_abbrev=False)
-    named = "a name from the list; small: a few minutes on any machine; all: each that this machine can run"
+    named = "a name from the list; small: a few minutes on any machine; all: each that this machine can run; release: "
+    named += "those that README and docs/performance.md quote, into the folder of --resume"
     run_parser = commands.add_parser("run", help="run one benchmark, a small set, or all", allow_abbrev=False)
     run_parser.add_argument("name", help=named)
     run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments; `run NAME --help` shows them")
+    text = "plot the makespan of servers over CPU memory, as PNG for a light and a dark page"
+    plot = commands.add_parser("plot", help=text, description=text, allow_abbrev=False)
+    plot.add_argument("file", type=Path, metavar="FILE", help="a result of the benchmark servers")
+    plot.add_argument("folder", type=Path, metavar="FOLDER", help="of the pictures")
     text = "compare two result files, or two folders of them"
     add_compare_flags(commands.add_parser("compare", help=text, description=text, allow_abbrev=False))
 
@@ -61,6 +98,9 @@ def run(flags: argparse.Namespace) -> int:
     input."""
     if flags.bench_command == "compare":
         return compare_command(flags)
+    if flags.bench_command == "plot":
+        print(*write_plots(read_report(flags.file), flags.folder), sep="\n")
+        return 0
     benches, broken = find_benches()
     if flags.bench_command == "list":
         _list(benches, broken)
@@ -169,14 +209,46 @@ def _list(benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
 
 
 def _run(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
-    if name in SETS or name == "all":
+    if name == "release":
+        _run_release(arguments, benches)
+    elif name in SETS or name == "all":
         _run_set(name, arguments, benches, broken)
     elif name in benches:
         print(run_one(benches[name], arguments))
     elif name in broken:
         raise BenchUnavailable(f"bench {name} cannot be loaded: {broken[name]}")
     else:
-        raise BenchUnavailable(f"unknown bench {name!r}; there are: {', '.join([*sorted(benches), *SETS, 'all'])}")
+        raise BenchUnavailable(
+            f"unknown bench {name!r}; there are: {', '.join([*sorted(benches), *SETS, 'all', 'release'])}"
+        )
+
+
+def _run_release(arguments: Sequence[str], benches: dict[str, BenchModule]) -> None:
+    """Run the entries of `RELEASE` that the folder lacks, one result file for each benchmark."""
+    parser = _Parser(prog="hicache bench run release", description="run the benchmarks that the documentation quotes")
+    add = parser.add_argument
+    add("--resume", type=Path, required=True, metavar="DIR", help="of the result files; what they have is not repeated")
+    add("--minutes", type=float, default=math.inf, help="begin nothing that takes longer (default: all)")
+    add("--folder", default="", help="on the disk to measure (default: a temporary folder)")
+    add("--gpus", default="0", metavar="N,N", help="of servers (default: 0)")
+    add("--trace", default="", metavar="PATH", help="of the workload conversation of servers")
+    flags, rest = parser.parse_known_args(arguments)
+    machine = machine_name(bench_parser(benches["steps"]).parse_args(rest).device)
+    end_s = time.monotonic() + 60 * flags.minutes
+    for name, own, minutes in RELEASE:
+        given = [_FOLDER_FLAGS[name], flags.folder] if flags.folder and name in _FOLDER_FLAGS else []
+        if name == "servers":
+            given += ["--gpus", flags.gpus, *(["--trace", flags.trace] if flags.trace else [])]
+        given, path = [*given, *own, *rest], flags.resume / f"{name}-{machine}.json"
+        if name != "servers" and path.exists() and command_line(name, given) in read_report(path).commands:
+            continue
+        if time.monotonic() + 60 * minutes > end_s:
+            print(f"{name} {shlex.join(own)}: left out, it takes {minutes:g} minutes")
+            continue
+        try:
+            print(run_one(benches[name], [*given, "--resume", str(path)]))
+        except BenchUnavailable as reason:
+            print(f"{name} {shlex.join(own)}: left out: {reason}")
 
 
 def _run_set(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:

@@ -70,7 +70,9 @@ def commands() -> dict[str, set[str]]:
         "hicache": {*cli._COMMANDS},
         "hicache bench": _subcommands(bench_command.add_flags),
         "hicache store": _subcommands(store_command.add_flags),
-        "(?:hicache )?bench run": {"all", "small"}.union(*(_matches(r'^NAME = "(\w+)"', file) for file in files)),
+        "(?:hicache )?bench run": {"all", "small", "release"}.union(
+            *(_matches(r'^NAME = "(\w+)"', file) for file in files)
+        ),
         "make": _matches(r"^([a-z-]+):", ROOT / "Makefile"),
     }
 

@@ -78,8 +78,8 @@ def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
 
 
 def wrong_rows(text: str) -> list[str]:
-    """The cases of the rows whose first measured figure is not the case's value, whose first compared figure is not its
-    ceiling, or that have a further figure that is no value, no ceiling and in no note of the file."""
+    """The cases of rows with a wrong figure. The first measured figure must be the case's value, the first compared one
+    its ceiling. A further figure must be a value, a ceiling or in a note of the file."""
     wrong = []
     for row in table_rows(text):
         cases = json.loads((RESULTS / row.file).read_text())["cases"]

@@ -50,12 +50,14 @@ def task(
 ) -> dict[str, Any]:
     """The server's part of a task, as JSON. `files`: folder of the run."""
     settings = _engine_settings(setting, args, max_tokens, files)
-    settings |= _hierarchy(setting, files, disk_settings(setting.mode, args.small, files))
+    pages = files / "pages"
+    pages.mkdir(exist_ok=True)
+    settings |= _hierarchy(setting, pages, disk_settings(setting.mode, args.small, pages))
     return {
         "engine": settings,
         "random_weights": not args.model,
-        "files": str(files),
-        "environment": {_FOLDER_OF_FILES: str(files)},
+        "files": str(pages),
+        "environment": {_FOLDER_OF_FILES: str(pages)},
     }
 
 

@@ -116,14 +116,14 @@ def _connector(setting: Setting, args: argparse.Namespace, files: Path) -> dict[
         extra: dict[str, Any] = cpu_bytes | {"lazy_offload": True}
         return {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": extra}
     if mode in ("cpu", "fs"):
-        tiers = {"secondary_tiers": [{"type": "fs", "root_dir": str(files)}]} if mode == "fs" else {}
+        tiers = {"secondary_tiers": [{"type": "fs", "root_dir": str(files / "pages")}]} if mode == "fs" else {}
         spec = {"spec_name": "TieringOffloadingSpec" if mode == "fs" else "CPUOffloadingSpec"}
         if args.device.type == "cpu":
             spec = {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
         return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": sizes | spec | tiers}
     ours: dict[str, Any] = {"kv_packing": "off"} if mode == "raw" else {}
     if mode in DISK_MODES:
-        ours = {"disk": {"path": str(files), **disk_settings(mode, args.small, files)}}
+        ours = {"disk": {"path": str(files / "pages"), **disk_settings(mode, args.small, files)}}
     return {
         "kv_connector": "HiCacheConnector",
         "kv_connector_module_path": _PLUG_IN,

@@ -26,12 +26,13 @@ class FakeBench:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--number", type=float, default=1.0)
+        parser.add_argument("--part", default="number")
 
     @staticmethod
     def run(args: argparse.Namespace, report: Report) -> None:
         if args.number < 0:
             raise common.BenchUnavailable("needs a number of at least 0")
-        report.add(Case.of("toy.number", [args.number], "GB/s", ceiling=2.0, target=0.9))
+        report.add(Case.of(f"toy.{args.part}", [args.number], "GB/s", ceiling=2.0, target=0.9))
 
 
 def _report() -> Report:
@@ -182,5 +183,26 @@ def test_every_module_of_the_folder_is_a_bench_or_a_helper() -> None:
     benches, broken = command.find_benches()
     assert not set(benches) & {"common", "__main__", "all", *broken}
     assert all(module.DESCRIPTION and name == module.NAME for name, module in benches.items())
-    for name, arguments in command.SETS["small"].items():
+    for name, arguments in [*command.SETS["small"].items(), *((name, own) for name, own, _ in command.RELEASE)]:
         command.bench_parser(benches[name]).parse_args(arguments)
+
+
+@pytest.mark.usefixtures("runner")
+def test_a_release_is_made_in_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Parts of one benchmark are in one file. A further command makes only the parts that the file lacks, and begins
+    none that takes more than the minutes left."""
+    monkeypatch.setattr(command, "find_benches", lambda: ({"toy": FakeBench(), "steps": FakeBench()}, {}))
+    release = [("toy", ["--part", "a"], 1.0), ("toy", ["--part", "b", "--number", "2"], 3.0)]
+    monkeypatch.setattr(command, "RELEASE", release)
+    command_line = ["bench", "run", "release", "--device", "cpu", "--resume", str(tmp_path)]
+    assert main([*command_line, "--minutes", "2"]) == 0
+    (path,) = tmp_path.iterdir()
+    assert [case.name for case in common.read_report(path).cases] == ["toy.a"]
+    assert "toy --part b --number 2: left out, it takes 3 minutes" in capsys.readouterr().out
+    release[0] = ("toy", ["--part", "a"], 1e9)  # never begun again
+    assert main([*command_line, "--minutes", "4"]) == 0
+    report = common.read_report(path)
+    assert [(case.name, case.value) for case in report.cases] == [("toy.a", 1.0), ("toy.b", 2.0)]
+    assert len(report.commands) == 2 and "left out" not in capsys.readouterr().out

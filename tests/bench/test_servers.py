@@ -15,6 +15,7 @@ from hicache.bench import common, servers
 from hicache.bench.common import BenchUnavailable, Report, ResultError
 from hicache.bench.servers.cases import add_cases
 from hicache.bench.servers.lmcache import lmcache_server
+from hicache.bench.servers.plot import makespans
 from hicache.bench.servers.runs import Run, Setting, missing_runs, plan
 from hicache.bench.servers.workload import Workload
 from hicache.cli import main
@@ -120,6 +121,24 @@ def test_a_disk_is_compared_on_its_file_system_and_a_mode_with_itself() -> None:
     assert control.ratio == 1.25 and "0.500 of the answers differ" in control.note
     runs += [run_of(setting("disk-never", 16, **on_disk), 6.0)]
     assert cases_of(*runs)["servers.vllm.agents.disk.gate"].ratio == 1.5
+
+
+def test_a_plot_shows_the_medians_of_each_mode_over_memory(tmp_path: Path) -> None:
+    """Variants and other modes are left out. Both pictures are PNG; a file without a CPU tier is refused."""
+    pytest.importorskip("matplotlib")
+    runs = [run_of(setting("none"), 60.0)]
+    runs += [run_of(setting(mode, gib), s) for mode in ("lazy", "hicache") for gib, s in ((96, 30.0), (32, 50.0))]
+    report = Report("servers", "gpu", {}, "", "", "", runs=[dataclasses.asdict(run) for run in runs])
+    for gib, about in ((32, {}), (64, {"variant": "c8"})):
+        report.runs.append(dataclasses.asdict(run_of(setting("hicache", gib, **about), 44.0)))
+    curve = {32: [50.0, 44.0], 96: [30.0]}
+    assert makespans(report) == {"none": {0: [60.0]}, "lazy": {32: [50.0], 96: [30.0]}, "hicache": curve}
+    path = report.write(tmp_path)
+    assert main(["bench", "plot", str(path), str(tmp_path)]) == 0
+    light, dark = (tmp_path / f"makespan-{theme}.png" for theme in ("light", "dark"))
+    assert light.read_bytes()[:4] == dark.read_bytes()[:4] == b"\x89PNG" and light.read_bytes() != dark.read_bytes()
+    report.runs = report.runs[:1]
+    assert main(["bench", "plot", str(report.write(tmp_path)), str(tmp_path)]) == 2
 
 
 @pytest.fixture
