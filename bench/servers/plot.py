@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hicache.bench.common import BenchUnavailable, Report, percentile
 from hicache.bench.servers.runs import Run
@@ -60,7 +61,7 @@ def _draw(found: Mapping[str, Points], background: str, text: str, path: Path) -
         axes = figure.subplots()
         for mode, points in found.items():
             medians = [percentile(seconds, 50) for seconds in points.values()]
-            about = {"color": _COLOURS[mode], "label": _LABELS[mode]}
+            about: dict[str, Any] = {"color": _COLOURS[mode], "label": _LABELS[mode]}
             if mode == "none":
                 axes.axhline(medians[0], linestyle="--", **about)
                 continue
