@@ -12,11 +12,15 @@ remote             code that stores on other machines share; s3_store: pages in 
 mooncake_store     pages in Mooncake; mooncake_client: a client of its library
 store_folder       the stores of a path, and their common budget
 maintenance        the operator's verbs: describe, list, verify, repair, evict
+backup             copies of stores, and stores with another encryption key
+disk_rate          the rates of a file system
 process/           the process that owns stores
 """
 
 from __future__ import annotations
 
+from hicache.storage.backup import copy_store as copy_store
+from hicache.storage.backup import rekey_store as rekey_store
 from hicache.storage.base import Durability as Durability
 from hicache.storage.base import PageBuffer as PageBuffer
 from hicache.storage.base import PageStore as PageStore
@@ -34,6 +38,7 @@ from hicache.storage.lmdb_store import LmdbPageStore as LmdbPageStore
 from hicache.storage.maintenance import PageEntry as PageEntry
 from hicache.storage.maintenance import StoreDescription as StoreDescription
 from hicache.storage.maintenance import VerifyReport as VerifyReport
+from hicache.storage.maintenance import bytes_to_evict as bytes_to_evict
 from hicache.storage.maintenance import describe as describe
 from hicache.storage.maintenance import evict as evict
 from hicache.storage.maintenance import list_pages as list_pages

@@ -20,7 +20,7 @@ from hicache.storage.lmdb_store import Fault, LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
 from hicache.storage.records import FORMAT, KEY_ID_FIELD
 from hicache.storage.store_files import Progress, read_record
-from hicache.storage.store_folder import disk_bytes, last_use_s, store_at
+from hicache.storage.store_folder import disk_bytes, is_store_name, last_use_s, store_at, store_folders
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,17 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
         writer_pid=writer_pid,
         last_use_s=used_s,
     )
+
+
+def bytes_to_evict(path: str | os.PathLike[str], budget_bytes: int) -> int:
+    """Bytes of the stores of a path above `budget_bytes`, if that is less than half of the budget with which one of
+    them was last opened; else 0."""
+    stores = [folder for folder in store_folders(path) if is_store_name(folder.name)]
+    budgets = [0]
+    for folder in stores:
+        with contextlib.suppress(StoreError):  # a damaged record
+            budgets.append(read_record(folder).budget_bytes)
+    return max(0, sum(map(disk_bytes, stores)) - budget_bytes) if 2 * budget_bytes < max(budgets) else 0
 
 
 def open_existing(

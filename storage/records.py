@@ -25,6 +25,7 @@ from hicache.storage.slot_file import BLOCK_BYTES
 
 FORMAT = 1
 KEY_ID_FIELD = "cipher_key"
+NAME_FIELD = "model_name"  # for operators; stores whose identities differ only in this field are equal
 MAX_FORMATS = 16
 
 
@@ -33,9 +34,14 @@ def identity_with_key(identity: Mapping[str, str | int], cipher: PageCipher | No
     return {**identity, **({KEY_ID_FIELD: cipher.key_id} if cipher else {})}
 
 
+def decisive(identity: Mapping[str, str | int]) -> dict[str, str | int]:
+    """The fields of an identity that decide what a page means: all but the name of the model."""
+    return {name: value for name, value in identity.items() if name != NAME_FIELD}
+
+
 def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
-    """Return the SHA-256 of the identity as canonical JSON; every value contains its first 16 bytes."""
-    return hashlib.sha256(_canonical(dict(identity)).encode()).digest()
+    """Return the SHA-256 of the decisive fields as canonical JSON; every value contains its first 16 bytes."""
+    return hashlib.sha256(_canonical(decisive(identity)).encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class StoreRecord:
         """Raise `StoreMismatch`, with both sides of each difference, unless `expected` has this identity and
         formats."""
         # Each side is one flat dict. The last field wins, so no identity field can hide the page sizes.
-        stored, configured = ({**one.identity, "store.page_bytes": list(one.page_sizes)} for one in (self, expected))
+        stored, configured = (
+            {**decisive(one.identity), "store.page_bytes": list(one.page_sizes)} for one in (self, expected)
+        )
         names = sorted(name for name in stored.keys() | configured.keys() if stored.get(name) != configured.get(name))
         if not names:
             return

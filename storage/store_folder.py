@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hicache.storage.base import StoreError
 from hicache.storage.directory import INDEX_FILE, LOCK_FILE, NEW_SUFFIX, STORE_FILE, WriterLock, slots_file, slots_files
-from hicache.storage.records import FORMAT, KEY_ID_FIELD, StoreRecord
+from hicache.storage.records import FORMAT, KEY_ID_FIELD, StoreRecord, decisive
 from hicache.storage.slot_file import slot_lengths
 
 log = logging.getLogger("hicache.storage")
@@ -35,7 +35,7 @@ _NAME = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
 def store_name(identity: Mapping[str, str | int], page_sizes: Sequence[int]) -> str:
     """Return the name of the subfolder for an identity: the server that writes it, and a digest. Stores with different
     encryption keys have different names if the identity names the key."""
-    named = json.dumps([FORMAT, dict(identity), sorted(page_sizes)], sort_keys=True)
+    named = json.dumps([FORMAT, decisive(identity), sorted(page_sizes)], sort_keys=True)
     writer = re.sub(r"[^a-z0-9.]+", "-", str(identity.get("server", "hicache")).lower()[:64])
     return f"{writer.strip('-.') or 'store'}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
 

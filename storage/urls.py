@@ -20,6 +20,7 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.mooncake_store import MooncakePageStore
+from hicache.storage.records import decisive
 from hicache.storage.s3_store import S3PageStore
 from hicache.storage.store_url import StoreUrl, scheme_of
 
@@ -45,7 +46,9 @@ def open_store(
     """
     url, about = url.strip(), {"identity": identity, "formats": formats, "cipher": cipher}
     opener = opener_of(url)
-    return opener(url, **about, on_removed=on_removed, name=name) if opener is _open_lmdb else opener(url, **about)
+    if opener is _open_lmdb:
+        return opener(url, **about, on_removed=on_removed, name=name)
+    return opener(url, **{**about, "identity": decisive(identity)})
 
 
 def opener_of(url: str) -> _Opener:
@@ -54,12 +57,25 @@ def opener_of(url: str) -> _Opener:
     return _OPENERS.get(scheme) or _registered(scheme)
 
 
+def disk_of(url: str) -> tuple[Path, int] | None:
+    """The directory and the budget in bytes of a URL of lmdb; None for another scheme. Raises `StoreError`."""
+    if scheme_of(url.strip()) != "lmdb":
+        return None
+    path, options = _parsed_lmdb(url.strip())
+    return path, options["budget_bytes"]
+
+
 def _open_lmdb(url: str, /, *, name: str, **about: Any) -> PageStore:
+    path, options = _parsed_lmdb(url)
+    return LmdbPageStore(path / name, **options, **about, shares_budget=bool(name))
+
+
+def _parsed_lmdb(url: str) -> tuple[Path, dict[str, Any]]:
+    """The directory and the options of a URL of lmdb."""
     at = StoreUrl.parse(url)
     if at.host or at.path in ("", "/"):
         raise StoreError("a URL of lmdb names a directory by its absolute path: lmdb:///var/lib/hicache?budget=8GiB")
-    options = at.options(budget_bytes=_DEFAULT_BUDGET_BYTES, durability="relaxed", level=1)
-    return LmdbPageStore(Path(at.path) / name, **options, **about, shares_budget=bool(name))
+    return Path(at.path), at.options(budget_bytes=_DEFAULT_BUDGET_BYTES, durability="relaxed", level=1)
 
 
 _OPENERS: Mapping[str, _Opener] = {

@@ -17,6 +17,7 @@ from hicache.storage import PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
+from hicache.storage.records import NAME_FIELD
 from hicache.stores.page_format import identity_of, page_filter
 from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
 from hicache.tiers import DISK, REMOTE, Component, Store
@@ -40,7 +41,8 @@ class _HostPages:
         self.hosts = [link.host for link in links.values() if link.host is not None]
         layouts = {name: link.space.layout for name, link in links.items()}
         packed = {name: link.packing for name, link in links.items() if link.packing is not None}
-        self.identity, formats = identity_of(config, layouts, packed), dict[int, PageFormat]()
+        name = {NAME_FIELD: config.model_name} if config.model_name else {}
+        self.identity, formats = {**identity_of(config, layouts, packed), **name}, dict[int, PageFormat]()
         for name, host in zip(links, self.hosts, strict=True):
             filter = page_filter(layouts[name], is_packed=name in packed)
             formats.setdefault(host.page_bytes, PageFormat(host.page_bytes, filter))

@@ -229,6 +229,7 @@ class EngineConfig:
         ),
     ] = 0
     model_id: Annotated[str, Text("name or digest of the weights, part of every page's identity", has_flag=False)] = ""
+    model_name: Annotated[str, Text("name of the model, which `hicache store stat` shows", has_flag=False)] = ""
     salt: Annotated[str, Text("only engines with the same salt share pages")] = ""
     kv_events: Annotated[
         str, Address("address of KV events: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: none", EVENTS)

@@ -59,7 +59,10 @@ DISK_KEY = Variable(
     ("HICACHE_DISK_KEY",), "key that encrypts stored pages: 64 hex digits or base64", "no encryption", is_secret=True
 )
 API_KEY = Variable(
-    ("HICACHE_API_KEY",), "key that clients of `hicache serve` must send", "every client may ask", is_secret=True
+    ("HICACHE_API_KEY",),
+    "keys with commas between them; clients of `hicache serve` must send one",
+    "every client may ask",
+    is_secret=True,
 )
 CACHE_HOME = Variable(
     ("XDG_CACHE_HOME",),
@@ -96,9 +99,9 @@ def disk_key() -> bytes:
     return os.fsencode(DISK_KEY.read()[0])
 
 
-def api_key() -> str:
-    """Return the value of `HICACHE_API_KEY`; empty if unset. Never print it."""
-    return API_KEY.read()[0]
+def api_keys() -> tuple[str, ...]:
+    """Return the keys of `HICACHE_API_KEY`; none if unset. Never print them."""
+    return tuple(filter(None, API_KEY.read()[0].split(",")))
 
 
 def models_folder() -> Path:

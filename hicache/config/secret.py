@@ -31,11 +31,16 @@ def key_of(config: DiskConfig | RemoteConfig) -> bytes:
         return _parse(key, "HICACHE_DISK_KEY")
     if not config.key_file:
         return b""
+    return key_at(Path(config.key_file), f"{tier} key_file")
+
+
+def key_at(path: Path, setting: str = "--new-key-file") -> bytes:
+    """The key in a file. Raises ConfigError, which names `setting`."""
     try:
-        data = Path(config.key_file).read_bytes()
+        data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {tier} key_file={config.key_file}: {error.strerror}") from None
-    return data if len(data) == KEY_BYTES else _parse(data, f"{tier} key_file={config.key_file}")
+        raise ConfigError(f"cannot read {setting}={path}: {error.strerror}") from None
+    return data if len(data) == KEY_BYTES else _parse(data, f"{setting}={path}")
 
 
 def _parse(data: bytes, where: str) -> bytes:

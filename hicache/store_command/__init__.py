@@ -13,8 +13,10 @@ from hicache.console import path_flag, path_of, say
 from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
+from hicache.storage.urls import disk_of
 from hicache.store_command import commands
 from hicache.store_command.reporting import LogCapture, Steps
+from hicache.store_command.smaller_budget import asks_on_terminal, confirm_smaller_budget
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         subparsers, commands.prune_stores, "prune", "remove complete stores of a path that no process has open"
     )
     days = Integer("remove stores that no engine has used for this many days; 0: all", minimum=0, maximum=36500)
-    pruning.add_argument("--unused-days", type=as_flag(days), required=True, metavar="N", help=days.help)
+    pruning.add_argument("--unused-days", type=as_flag(days), metavar="N", help=days.help)
+    pruning.add_argument("--model", metavar="NAME", help="remove stores of this model only, as `stat` names it")
+
+    copying = _add(subparsers, commands.copy, "copy", "copy stores, also open ones, to another disk path; a backup")
+    copying.add_argument("target", type=path_of, metavar="TARGET", help="the directory that gets the copies")
+
+    rekeying = _add(subparsers, commands.rekey, "rekey", "encrypt every page with another key")
+    _takes_key(rekeying)
+    rekeying.add_argument("--new-key-file", required=True, metavar="FILE", help="the new key, in a form of --key-file")
 
     help = "serve a store to the engines and servers of this machine, until SIGTERM"
     serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
@@ -53,12 +63,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     serving.add_argument(
         "--socket", required=True, type=path_of, metavar="PATH", help="engines name it as disk path unix:PATH"
     )
+    serving.add_argument(
+        "--yes",
+        action="store_true",
+        help="neither ask nor wait if the budget is less than half of the last one",
+    )
 
 
 def run(flags: argparse.Namespace) -> int:
     """Run one subcommand. Returns the exit status. Passes on the subcommand's exceptions."""
     if flags.verb == "serve":
         with text_lines("%(asctime)s %(levelname)s %(message)s", logging.INFO):
+            at = disk_of(flags.url)
+            if at is not None and not flags.yes:
+                confirm_smaller_budget(*at, ask=asks_on_terminal())
             serve(flags.url, flags.socket)
         return 0
     with LogCapture() as log, CalmInterrupt() as calm:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.config import DiskConfig
-from hicache.config.secret import cipher_of
+from hicache.config.secret import cipher_of, key_at
 from hicache.console import columns, printable, sized
 from hicache.errors import ConfigError
 from hicache.storage import (
@@ -24,20 +24,23 @@ from hicache.storage import (
     StoreDescription,
     StoreError,
     VerifyReport,
+    copy_store,
     describe,
     evict,
     list_pages,
     open_existing,
+    rekey_store,
     store_at,
     store_folders,
     verify,
 )
+from hicache.storage.records import NAME_FIELD
 from hicache.storage.store_files import read_record
 from hicache.storage.store_folder import last_use_s, remove_store
 from hicache.store_command.reporting import LogCapture, Steps
 
 _DAY_S = 86400
-_SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # fields of a store's identity that the summary shows
+_SUMMARY_FIELDS = (NAME_FIELD, "server", "model", "dtype", "layout")  # identity fields that the summary shows
 
 
 @dataclass(frozen=True)
@@ -142,16 +145,52 @@ def _stats_of(found: StoreDescription) -> dict[str, Any]:
 
 
 def prune_stores(task: Task) -> Outcome:
-    """Remove the stores of a directory that were not used for some days. Stores that are open stay."""
+    """Remove the stores of a directory that were not used for some days, or that are of one model. Stores that are open
+    stay."""
+    days, model = task.flags.unused_days, task.flags.model
+    if days is None and model is None:
+        raise ConfigError("give --unused-days N, --model NAME, or both: prune removes the stores that fit both")
     if not task.folder.is_dir():
         raise ConfigError(f"{task.folder} is no directory; give the one that holds the stores")
     removed, left = list[Path](), list[Path]()
     for folder in store_folders(task.folder):
-        is_old = time.time() - last_use_s(folder) >= task.flags.unused_days * _DAY_S
-        (removed if is_old and remove_store(folder) else left).append(folder)
+        fits = time.time() - last_use_s(folder) >= (days or 0) * _DAY_S and (model is None or model in _names(folder))
+        (removed if fits and remove_store(folder) else left).append(folder)
     stats = {"path": str(task.folder), "removed": [str(one) for one in removed], "left": [str(one) for one in left]}
     rows = [("removed", len(removed)), *(("", folder) for folder in removed), ("left", len(left))]
     return Outcome(stats, columns(rows))
+
+
+def _names(folder: Path) -> set[object]:
+    """The names of a store's model: as served, and as the identity has it. None if the record cannot be read."""
+    try:
+        identity = read_record(folder).identity
+    except StoreError:
+        return set()
+    return {identity.get(NAME_FIELD), identity.get("model")}
+
+
+def copy(task: Task) -> Outcome:
+    """Copy the store, or the stores, of a directory."""
+    copies: list[dict[str, Any]] = []
+    for folder in store_folders(task.folder) or [task.path]:
+        num_warnings = len(task.log.messages)
+        with task.progress.during(f"copying {folder.name}") as step:
+            report = copy_store(folder, task.flags.target, step)
+        del task.log.messages[num_warnings:]  # that the index of the copy was rebuilt
+        copies.append({"path": str(folder), "pages": report.pages - len(report.faults), "dropped": len(report.faults)})
+    stats = {"path": str(task.folder), "target": str(task.flags.target), "stores": copies}
+    rows = [("copied", "pages", "changed meanwhile"), *((one["path"], one["pages"], one["dropped"]) for one in copies)]
+    return Outcome(stats, columns(rows))
+
+
+def rekey(task: Task) -> Outcome:
+    """Encrypt the store with another key."""
+    new = PageCipher(key_at(Path(task.flags.new_key_file)))
+    with task.progress.during("encrypting") as step:
+        path, num_pages, num_lost = rekey_store(task.path, task.cipher(), new, step)
+    stats = {"path": str(path), "key_id": new.key_id, "pages": num_pages, "lost": num_lost}
+    return Outcome(stats, columns([("path", path), ("key", new.key_id), ("pages", num_pages), ("lost", num_lost)]))
 
 
 def _last_use(found: StoreDescription) -> str:

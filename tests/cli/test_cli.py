@@ -36,7 +36,7 @@ def call(*arguments):
 
 print(json.dumps([call(*line) for line in json.loads(sys.argv[1])]))
 """
-STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "prune", "serve")
+STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "prune", "copy", "rekey", "serve")
 HELP = [
     [],
     *([name] for name in ("demo", "serve", "chat", "plan", "top", "store", "replay", "bench", "doctor", "config")),

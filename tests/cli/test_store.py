@@ -14,7 +14,9 @@ import pytest
 
 import storage_pages
 from cli_case import output, refused, stats
-from hicache.storage import PageCipher, PageFilter
+from hicache.errors import ConfigError
+from hicache.storage import PageCipher, PageFilter, StoreMismatch
+from hicache.store_command.smaller_budget import confirm_smaller_budget
 from programs import PIPE, Program
 from storage_pages import (
     IDENTITY,
@@ -113,6 +115,95 @@ def test_each_verb_prints_one_json_object(path: Path, capsys: pytest.CaptureFixt
     assert compact["saved_bytes"] == compact["before_bytes"] - compact["after_bytes"] >= 0
     assert found["evict"]["evicted"] == 24 - found["evict"]["entries"] > 0
     assert found["evict"]["file_bytes"] <= 100_000
+
+
+def test_an_open_store_is_copied(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The copy has every page in a store that an engine finds, while another process has the source open. A target
+    that has the store already is refused, and a page that does not verify is left out."""
+    with writer_of(path):
+        assert here(capsys, "stat", path)["writer_pid"]
+        (copied,) = here(capsys, "copy", path, tmp_path / "backup")["stores"]
+        assert (copied["pages"], copied["dropped"]) == (27, 0)
+        (copy,) = (tmp_path / "backup").iterdir()
+        assert held(copy, range(20)) == {*range(20)}  # their bytes
+        assert named_in(copy) == {*range(24), *range(100, 103)}
+        assert here(capsys, "verify", tmp_path / "backup")["faults"] == []
+        assert f"{copy} exists" in refused(capsys, "store", "copy", path, tmp_path / "backup")
+    flip(path, 7)
+    (copied,) = here(capsys, "copy", path, tmp_path / "other")["stores"]
+    assert (copied["pages"], copied["dropped"]) == (26, 1)
+    assert 7 in named_in(path) and 7 not in named_in(tmp_path / "other" / copy.name)
+
+
+def named_in(path: Path) -> set[int]:
+    """Numbers of the pages that the index names, whether they verify or not."""
+    store = open_store(path)
+    try:
+        return {number for number in range(103) if store.contains([key_of(number)]) == [True]}
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_store_gets_another_key(is_encrypted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All pages are read with the new key, in the old use order, and none with the old one. The same key again, and a
+    store that a process has open, are refused and stay as they are."""
+    pytest.importorskip("cryptography")
+    path, old, new = tmp_path / "store", tmp_path / "old", tmp_path / "new"
+    old.write_bytes(KEY)
+    new.write_bytes(KEY[::-1])
+    given = ["--key-file", old] if is_encrypted else []
+    store = open_store(path, cipher=PageCipher(KEY) if is_encrypted else None)
+    put_numbers(store, range(20))
+    put_numbers(store, range(3))
+    with_open = refused(capsys, "store", "rekey", path, *given, "--new-key-file", new)
+    store.close()
+    assert "is in use" in with_open
+    order = [entry["key"] for entry in here(capsys, "ls", path)["entries"]]
+    done = here(capsys, "rekey", path, *given, "--new-key-file", new)
+    assert (done["path"], done["pages"], done["lost"]) == (str(path), 20, 0)
+    assert [entry["key"] for entry in here(capsys, "ls", path)["entries"]] == order
+    assert [one.name for one in sorted(tmp_path.iterdir())] == ["new", "old", "store"]
+    again = open_store(path, cipher=PageCipher(KEY[::-1]))
+    assert found_numbers(again, range(20)) == {*range(20)}
+    again.close()
+    with pytest.raises(StoreMismatch):
+        open_store(path, cipher=PageCipher(KEY))
+    assert "has this key already" in refused(capsys, "store", "rekey", path, "--key-file", new, "--new-key-file", new)
+
+
+def test_a_much_smaller_budget_is_confirmed(path: Path) -> None:
+    """Only a budget of less than half of the last one that evicts pages asks, or waits a minute with a warning."""
+    folder = path.parent / "pages"
+    folder.mkdir()
+    path.rename(folder / f"hicache-{16 * '0'}")
+    asked, waited = list[str](), list[float]()
+
+    def confirm(budget_bytes: int, answer: str | None) -> None:
+        ask = None if answer is None else lambda text: str(asked.append(text) or answer)
+        confirm_smaller_budget(folder, budget_bytes, ask=ask, wait=waited.append)
+
+    for budget_bytes in (32 << 20, 64 << 20, 16 << 20):  # half of the last one; the same; few pages, which all fit
+        confirm(budget_bytes, "no")
+    assert asked == []
+    confirm(100_000, "yes")
+    confirm(100_000, None)
+    assert len(asked) == 1 and "are evicted" in asked[0] and waited == [60.0]
+    for answer in ("", "no"):
+        with pytest.raises(ConfigError, match="--yes"):
+            confirm(100_000, answer)
+
+
+def test_the_name_of_a_model_is_shown_and_decides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A store opened under another name of the model has its pages and shows the new name."""
+    for name, held in (("first", set[int]()), ("second", {1, 2})):
+        store = open_store(tmp_path / "store", identity={**IDENTITY, "model_name": name})
+        assert found_numbers(store, range(4)) == held
+        put_numbers(store, [1, 2])
+        store.close()
+        assert here(capsys, "stat", tmp_path / "store")["identity"]["model_name"] == name
+    assert found_numbers(store := open_store(tmp_path / "store"), range(4)) == {1, 2}
+    store.close()
 
 
 def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,15 @@ def test_each_store_can_be_named(path: Path, capsys: pytest.CaptureFixture[str])
         assert f"holds 2 stores; name one of them, like {first}" in message
 
 
+def test_the_stores_of_a_model_are_pruned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only these, and only if they were not used for the given days; without both flags the command is refused."""
+    sglang, vllm = map(str, store_folders(path))
+    assert "--model NAME" in refused(capsys, "store", "prune", path)
+    assert stats(capsys, "store", "prune", path, "--model", "m", "--unused-days", "1")["removed"] == []
+    assert stats(capsys, "store", "prune", path, "--model", "m")["removed"] == [vllm]
+    assert stats(capsys, "store", "prune", path, "--model", "m") == {"path": str(path), "removed": [], "left": [sglang]}
+
+
 def test_a_store_that_cannot_be_read_is_named_beside_the_others(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = store_folders(path)
     (second / "store.json").write_bytes(b"not a store")

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hicache.serving.server.connections import IS_CROWDED
 from hicache.serving.server.middleware import Gate
-from server_case import FULL, HEADERS, KEY, SECRET, Server, ask
+from server_case import FULL, HEADERS, KEY, OLD_KEY, SECRET, Server, ask
 from waiting import BOUND_S
 
 if TYPE_CHECKING:
@@ -172,10 +172,11 @@ def test_bad_fields(server: Server, case: str) -> None:
 
 
 def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> None:
-    """A wrong key, an unknown model, a context too long, a field that is refused: the library's own exceptions."""
+    """A key that is none of the two, an unknown model, a long context, a refused field: the library's exceptions."""
     import openai
 
-    for key in ("wrong", KEY.upper(), KEY[:-1]):
+    assert len(list(server.client(OLD_KEY).models.list())) == 1
+    for key in ("wrong", KEY.upper(), KEY[:-1], f"{OLD_KEY},{KEY}", ","):
         with pytest.raises(openai.AuthenticationError) as refused:
             server.client(key).models.list()
         assert refused.value.code == "invalid_api_key"

@@ -47,7 +47,7 @@ async def served(
     encoder = PromptEncoder(tokenizer, PromptLimits(CONTEXT, MAX_OPEN, VOCAB))
     workers = PromptWorkers(encoder, ByteTokenizer)
     frontend = Frontend(model, Limits(MAX_OPEN, timeout_s), thread, {})
-    app = create_app(frontend, workers, AppSettings("", 1 << 20))
+    app = create_app(frontend, workers, AppSettings((), 1 << 20))
     parts = ServedApp(thread, frontend, workers, app)
     loop = asyncio.get_running_loop()
     thread.start(lambda events: loop.call_soon_threadsafe(parts.frontend.deliver, events) and None)

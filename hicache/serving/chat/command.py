@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hicache.config import EngineConfig
-from hicache.config.environment import api_key
+from hicache.config.environment import api_keys
 from hicache.console import new_console, printable, read_text
 from hicache.errors import ConfigError, HiCacheError, NoServer
 from hicache.monitoring.client import MetricsClient
@@ -117,9 +117,8 @@ def run(flags: argparse.Namespace) -> int:
     if not interactive and not piped:
         raise ConfigError("there is no question; write one on the standard input, or chat in a terminal")
     with _server(flags, notes) as server:
-        conversation = Conversation(
-            _client(server, flags.api_key or api_key() or "none"), server, flags.max_tokens, documents
-        )
+        first_key, *_ = (*filter(None, (flags.api_key or "").split(",")), *api_keys(), "none")
+        conversation = Conversation(_client(server, first_key), server, flags.max_tokens, documents)
         for question in _typed(notes) if interactive else [piped]:
             _answer(conversation, question, notes)
     return 0

@@ -48,9 +48,9 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class AppSettings:
-    """Settings of the application. An empty `api_key` means that every client may send requests."""
+    """Settings of the application. A request needs one of `api_keys`; without keys every client may send requests."""
 
-    api_key: str
+    api_keys: Sequence[str]
     max_body_bytes: int
 
 
@@ -102,7 +102,7 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     _add_status(app, frontend)
     _add_dashboard(app, frontend.metrics)
     _describe_bodies(app)
-    return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
+    return RequestLog(Gate(app, settings.api_keys, settings.max_body_bytes), frontend.metrics)
 
 
 class _Desk:

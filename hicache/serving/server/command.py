@@ -23,7 +23,8 @@ import uvicorn
 from hicache.build.factory import build_engine
 from hicache.build.validation import device_named
 from hicache.config import EngineConfig
-from hicache.config.environment import api_key
+from hicache.config.environment import api_keys
+from hicache.config.settings import SOCKET
 from hicache.console import announce
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
@@ -57,6 +58,7 @@ from hicache.serving.server.sizes import engine_config, first_config, max_len, m
 from hicache.serving.server.workers import PromptWorkers
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
+from hicache.store_command.smaller_budget import asks_on_terminal, confirm_smaller_budget
 
 # bytes of JSON; one token of a text or a list of ids has at most 16 bytes, with escapes
 _BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16
@@ -67,7 +69,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
-    """The parts of a server: the loaded model, its engine, the names of the model, the key that clients must send, the
+    """The parts of a server: the loaded model, its engine, the names of the model, the keys of clients, the
     recorder of a trace, a function that loads the tokenizer, and the bound socket."""
 
     loaded: LoadedModel
@@ -75,7 +77,7 @@ class ServerContext:
     engine: CacheEngine
     max_len: int
     names: tuple[str, ...]
-    api_key: str
+    api_keys: tuple[str, ...]
     recorder: TraceRecorder | None
     load_tokenizer: Callable[[], Tokenizer]
     listener: socket.socket
@@ -93,10 +95,12 @@ def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
     model. Raises HiCacheError."""
     require_known_parser()
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
-    key = _checked_key(flags.api_key)
+    keys = _checked_keys(flags.api_key)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
     basis = first_config(flags)
+    if basis.disk is not None and not basis.disk.path.startswith(SOCKET) and not flags.yes:
+        confirm_smaller_budget(basis.disk.path, basis.disk.budget_bytes, ask=asks_on_terminal())
     transformers.utils.logging.disable_progress_bar()
     with contextlib.closing(_bound_socket(flags.host, flags.port)) as listener:
         choice = choose_model(flags.model, say)
@@ -107,7 +111,7 @@ def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
         engine, length = build_engine(config, geometry), max_len(config, loaded)
         load_tokenizer = ByteTokenizer if choice.path is None else partial(local_tokenizer, choice.path)
         with _recording(flags.record, engine) as recorder:
-            yield ServerContext(loaded, geometry, engine, length, names, key, recorder, load_tokenizer, listener)
+            yield ServerContext(loaded, geometry, engine, length, names, keys, recorder, load_tokenizer, listener)
 
 
 @contextlib.contextmanager
@@ -120,17 +124,16 @@ def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder
     log.info("recorded", extra={"fields": {"requests": recorder.num_written}})
 
 
-def _checked_key(given: str | None) -> str:
-    """Return the key of the flag or the environment. Raises ConfigError, without the key, if no client could send
-    it."""
-    key = api_key() if given is None else given
-    if given == "":
-        raise ConfigError("--api-key is empty; give a key, or leave the flag out to serve without one")
-    if not all("!" <= character <= "~" for character in key):
+def _checked_keys(given: str | None) -> tuple[str, ...]:
+    """The keys of the flag or the environment. Raises ConfigError, without a key, if no client could send one."""
+    keys = api_keys() if given is None else tuple(given.split(","))
+    if given is not None and "" in keys:
+        raise ConfigError("--api-key has an empty key; give keys with commas between them, or leave the flag out")
+    if not all("!" <= character <= "~" for character in "".join(keys)):
         raise ConfigError(
             "the API key has characters that are not visible ASCII, which a header cannot carry as they are"
         )
-    return key
+    return keys
 
 
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -187,7 +190,7 @@ async def serve(
     max_body_bytes = flags.max_body_bytes or min(
         _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
     )
-    app = create_app(frontend, workers, AppSettings(context.api_key, max_body_bytes))
+    app = create_app(frontend, workers, AppSettings(context.api_keys, max_body_bytes))
     max_connections, backlog = bounds_by_descriptors(flags.max_connections)
     connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S, app.refused)
     server = _Server(
@@ -255,7 +258,7 @@ async def _until_stopped(
     await _any(serving, server.listening.wait())
     if not serving.done():
         url = _url(listener)
-        if not context.api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        if not context.api_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             log.warning("other machines may ask without a key; set HICACHE_API_KEY")
         log.info("listening", extra={"fields": {"url": url, "model": ", ".join(context.names)}})
         for handler in logging.getLogger().handlers:  # write out earlier log lines before the announcement

@@ -39,7 +39,14 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
     )
     server.add_argument("--port", type=_PORT, default=port, help=f"port to listen on; 0: a free port (default {port})")
-    server.add_argument("--api-key", metavar="KEY", help="key that clients must send; safer in HICACHE_API_KEY")
+    server.add_argument(
+        "--yes",
+        action="store_true",
+        help="neither ask nor wait if the budget is less than half of the last one",
+    )
+    server.add_argument(
+        "--api-key", metavar="KEY", help="key that clients must send, or KEY,KEY; safer in HICACHE_API_KEY"
+    )
     server.add_argument(
         "--served-model-name", nargs="+", metavar="NAME",
         help="names by which clients may request the model (default: the name of its directory)",

@@ -61,6 +61,7 @@ def engine_config(
         "max_requests": flags.max_running,
         "prefill_chunk_tokens": flags.chunk_tokens,
         "model_id": loaded.model_id,
+        "model_name": (flags.served_model_name or [loaded.name])[0],
     }
     config = EngineConfig.from_flags(flags, **defaults)
     if "device_tokens" in given:

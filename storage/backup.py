@@ -1,0 +1,127 @@
+"""Copies of stores, and stores with another encryption key. Nothing here needs an engine.
+
+A copy has the slots of a store and no index, like a store whose process was killed: opening it rebuilds the index. So a
+store that a process has open can be copied too. Slots that were written meanwhile do not verify, and are dropped from
+the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.cipher import PageCipher
+from hicache.storage.directory import PRIVATE_FOLDER_MODE, STORE_FILE, open_private, slots_files
+from hicache.storage.lmdb_store import LmdbPageStore
+from hicache.storage.maintenance import VerifyReport, list_pages, open_existing, verify
+from hicache.storage.records import KEY_ID_FIELD
+from hicache.storage.store_files import read_record
+from hicache.storage.store_folder import name_of, remove_store
+
+_BATCH_BYTES, _CHUNK_BYTES = 64 << 20, 8 << 20
+Step = Callable[[int, int], None]
+
+
+def copy_store(store: Path, target: Path, step: Step) -> VerifyReport:
+    """Copy a store, which a process may have open, to `target`/NAME, where an engine with the disk path `target` finds
+    it, and verify the copy. Pages that do not verify are deleted from it, and are in the report. `step`: called with
+    the bytes copied and in all. StoreError if the target exists; OSError."""
+    record = read_record(store)
+    copy = target / name_of(record)
+    if copy.exists():
+        raise StoreError(f"{copy} exists; remove it, or choose another directory for the copy")
+    copy.mkdir(parents=True, mode=PRIVATE_FOLDER_MODE)
+    try:
+        files = slots_files(store)
+        total_bytes, num_bytes = sum(file.stat().st_size for file in files), 0
+        for file in files:
+            num_bytes += _copy_data(file, copy / file.name)
+            step(min(num_bytes, total_bytes), total_bytes)
+        with open(copy / STORE_FILE, "wb", opener=open_private) as written:  # last: before, the copy is no store
+            written.write(record.pack())
+        with contextlib.closing(open_existing(copy)) as opened:
+            return verify(opened, repair=True)
+    except BaseException:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+
+
+def _copy_data(source: Path, target: Path) -> int:
+    """Copy a file without its holes; return its length."""
+    with open(source, "rb") as read, open(target, "wb", opener=open_private) as written:
+        length = os.fstat(read.fileno()).st_size
+        os.ftruncate(written.fileno(), length)
+        begin = 0
+        while begin < length:
+            try:
+                begin = os.lseek(read.fileno(), begin, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # no data up to the end
+                    raise
+                break
+            end = os.lseek(read.fileno(), begin, os.SEEK_HOLE)
+            while begin < end:
+                data = os.pread(read.fileno(), min(_CHUNK_BYTES, end - begin), begin)
+                if not data:  # the store has cut the file meanwhile
+                    return length
+                begin += os.pwrite(written.fileno(), data, begin)
+    return length
+
+
+def rekey_store(path: Path, old: PageCipher | None, new: PageCipher, step: Step) -> tuple[Path, int, int]:
+    """Encrypt every page of a store with another key; no process may have the store open. `step`: called with the pages
+    done and in all. Returns the directory of the store, the number of its pages, and the number of pages that could not
+    be read and were left out.
+
+    The pages are written to a second store next to the first one, which then takes its place: that needs the size of
+    the store as free space. A kill leaves the first store as it was, and at most one directory NAME.new or NAME.old.
+    """
+    record = read_record(path)
+    if record.key_id == new.key_id:
+        raise StoreError(f"the store {path} has this key already; give another one")
+    identity = {name: value for name, value in record.identity.items() if name != KEY_ID_FIELD}
+    made, before = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
+    if before.exists():
+        raise StoreError(f"{before} was left by an interrupted rekey; remove it")
+    shutil.rmtree(made, ignore_errors=True)
+    settings = {**vars(record), "identity": identity}
+    with contextlib.closing(open_existing(path, cipher=old)) as source:
+        with contextlib.closing(LmdbPageStore(made, cipher=new, **settings)) as target:
+            num_lost = _copy_pages(source, target, step)
+            target.note, num_pages = source.note, target.stats().entries
+    path.rename(before)
+    to = path.with_name(name_of(read_record(made))) if path.name == name_of(record) else path
+    made.rename(to)
+    remove_store(before)
+    return to, num_pages, num_lost
+
+
+def _copy_pages(source: LmdbPageStore, target: LmdbPageStore, step: Step) -> int:
+    """Copy all pages in their use order; return the number of pages that could not be read. StoreError if one cannot be
+    written."""
+    entries, num_lost, begin = list(list_pages(source)), 0, 0
+    while begin < len(entries):
+        end, num_bytes = begin, 0
+        while end < len(entries) and (end == begin or num_bytes + entries[end].page_bytes <= _BATCH_BYTES):
+            num_bytes += entries[end].page_bytes
+            end += 1
+        batch = entries[begin:end][::-1]  # a store takes the first page of a call for the most recently used one
+        pages = [np.empty(entry.page_bytes, np.uint8) for entry in batch]
+        keys = [entry.key for entry in batch]
+        found = source.get_into(keys, pages)
+        _put(target, [(key, page) for key, page, is_found in zip(keys, pages, found, strict=True) if is_found])
+        num_lost += found.count(False)
+        step(begin := end, len(entries))
+    return num_lost
+
+
+def _put(target: LmdbPageStore, items: Sequence[tuple[bytes, PageBuffer]]) -> None:
+    if not all(target.put(items)):
+        raise StoreError("the new store cannot be written; free disk space and try again")
