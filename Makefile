@@ -3,6 +3,7 @@
 # processes that run tests.
 
 VENV := .venv
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 PY := $(VENV)/bin/python
 MADE_FROM := $(shell cat $(VENV)/.made-from 2>/dev/null)
@@ -17,10 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test test-busy test-long test-servers test-all check static plain budget bench docs tables clean
 
-demo: $(STAMP)
+demo: $(DEMO)
 	$(VENV)/bin/hicache demo $(ARGS)
 
-serve: $(STAMP)
+serve: $(DEMO)
 	$(VENV)/bin/hicache serve $(ARGS)
 
 test: $(STAMP)
@@ -87,11 +88,15 @@ $(VENV)/.docs: $(STAMP)
 		$(PY) -m pip install --quiet -e '.[docs,release]'
 	touch $@
 
-$(STAMP): pyproject.toml .ci/setup
-	.ci/setup $(VENV) $(PYTHON)
+$(DEMO): pyproject.toml .ci/setup
+	.ci/setup $(VENV) $(PYTHON) serve,model
 	touch $@
+
+$(STAMP): pyproject.toml .ci/setup
+	.ci/setup $(VENV) $(PYTHON) test,model
+	touch $(DEMO) $@
 
 # Another interpreter than last time: set up again.
 ifneq ($(PYTHON),$(or $(MADE_FROM),$(PYTHON)))
-.PHONY: $(STAMP)
+.PHONY: $(STAMP) $(DEMO)
 endif

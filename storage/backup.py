@@ -92,10 +92,12 @@ def rekey_store(path: Path, old: PageCipher | None, new: PageCipher, step: Step)
         raise StoreError(f"{before} was left by an interrupted rekey; remove it")
     shutil.rmtree(made, ignore_errors=True)
     settings = {**vars(record), "identity": identity}
-    with contextlib.closing(open_existing(path, cipher=old)) as source:
-        with contextlib.closing(LmdbPageStore(made, cipher=new, **settings)) as target:
-            num_lost = _copy_pages(source, target, step)
-            target.note, num_pages = source.note, target.stats().entries
+    with (
+        contextlib.closing(open_existing(path, cipher=old)) as source,
+        contextlib.closing(LmdbPageStore(made, cipher=new, **settings)) as target,
+    ):
+        num_lost = _copy_pages(source, target, step)
+        target.note, num_pages = source.note, target.stats().entries
     path.rename(before)
     to = path.with_name(name_of(read_record(made))) if path.name == name_of(record) else path
     made.rename(to)

@@ -25,6 +25,13 @@ def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
+def test_requests_in_a_queue_are_prefetched(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first engine of the example finds nothing, and the second one all pages before the last of each prompt."""
+    runpy.run_path(str(EXAMPLES / "prefetch_queue.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[4] for line in lines] == ["0"] * 6 + ["576"] * 6
+
+
 def test_the_small_scheduler_serves_what_a_model_generates() -> None:
     """Its answers are those of whole passes without a cache, also on a device that cannot hold all prompts at once."""
     serve = runpy.run_path(str(EXAMPLES / "tiny_scheduler.py"))["serve"]

@@ -41,8 +41,8 @@ class _HostPages:
         self.hosts = [link.host for link in links.values() if link.host is not None]
         layouts = {name: link.space.layout for name, link in links.items()}
         packed = {name: link.packing for name, link in links.items() if link.packing is not None}
-        name = {NAME_FIELD: config.model_name} if config.model_name else {}
-        self.identity, formats = {**identity_of(config, layouts, packed), **name}, dict[int, PageFormat]()
+        named = {NAME_FIELD: config.model_name} if config.model_name else {}
+        self.identity, formats = {**identity_of(config, layouts, packed), **named}, dict[int, PageFormat]()
         for name, host in zip(links, self.hosts, strict=True):
             filter = page_filter(layouts[name], is_packed=name in packed)
             formats.setdefault(host.page_bytes, PageFormat(host.page_bytes, filter))

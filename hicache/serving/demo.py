@@ -1,7 +1,6 @@
 """`hicache demo`: serve conversations about documents with a device tier too small for them, and compare every token.
 
-Each turn is served twice: through device, host and disk, and on another engine without any hit. One line of the table
-shows both.
+Each turn is served twice: first all of them through device, host and disk, then all on another engine without any hit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from hicache.build.sizing import row_bytes
 from hicache.build.validation import device_named, require_usable
 from hicache.config import EngineConfig
 from hicache.config.flags import naming_flags
-from hicache.console import new_console, printable
+from hicache.console import duration, new_console, printable
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError, PromptTooLong
 from hicache.layout import ModelGeometry
@@ -47,7 +46,8 @@ TIERS = ("device", "host", "disk", "remote")
 _CHUNK_TOKENS = 8192  # prompt tokens of one forward pass
 # The packaged model has 36 times the weights of the random one: its demo takes two CPU cores about a minute.
 _PACKAGED_DOCUMENT_TOKENS, _DOCUMENT_TOKENS = 1024, 12288
-_WIDTHS = (28, 7, 7, 7, 7, 7, 9, 9, 13)
+_MEASURED_TURN = 2  # the first one also loads libraries and compiles
+_WIDTHS = (34, 7, 7, 7, 7, 7, 9, 9)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,6 @@ class Turn:
 
     name: str
     number: int
-    question: str
-    answer: str
     cached: RequestOutput
     recomputed: RequestOutput
 
@@ -67,21 +65,27 @@ class Turn:
         return self.recomputed.tokens == self.cached.tokens
 
     def line(self) -> str:
-        """Return a row of the table: tokens, and milliseconds to the first token."""
-        output, hit = self.cached, dataclasses.asdict(self.cached.hit)
-        name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
-        tiers = [hit[tier] for tier in TIERS]
-        times = [f"{one.ttft_s * 1e3:.0f}" for one in (output, self.recomputed)]
-        return _line(name, output.prompt_tokens, *tiers, output.computed_tokens, *times)
+        """Return a line of the comparison: milliseconds to the first token with the cache and without."""
+        times = [f"{one.ttft_s * 1e3:.0f} ms" for one in (self.cached, self.recomputed)]
+        verdict = "identical" if self.identical else "DIFFERENT"
+        return f"{_short(self.name)}first token {times[0]}, without a cache {times[1]}: {verdict}"
 
-    def text(self) -> str:
-        """Return question and answer in one line each, with the prompt tokens from each tier."""
-        end = " ..." if self.cached.finish_reason == "length" else ""
-        hits = [f"{tokens} from {tier}" for tier, tokens in dataclasses.asdict(self.cached.hit).items() if tokens]
-        return (
-            f"Q: {self.question}   ({self.cached.prompt_tokens} tokens: {', '.join(hits) or 'all computed'})\n"
-            f"A: {printable(' '.join(self.answer.split()))}{end}"
-        )
+
+def _row(name: str, output: RequestOutput) -> str:
+    """Return a row of the table: tokens, and milliseconds to the first one."""
+    hit = dataclasses.asdict(output.hit)
+    ttft_ms = f"{output.ttft_s * 1e3:.0f}"
+    return _line(name, output.prompt_tokens, *(hit[tier] for tier in TIERS), output.computed_tokens, ttft_ms)
+
+
+def _text(question: str, answer: str, output: RequestOutput) -> str:
+    """Return question and answer in one line each, with the prompt tokens from each tier."""
+    end = " ..." if output.finish_reason == "length" else ""
+    hits = [f"{tokens} from {tier}" for tier, tokens in dataclasses.asdict(output.hit).items() if tokens]
+    return (
+        f"Q: {question}   ({output.prompt_tokens} tokens: {', '.join(hits) or 'all computed'})\n"
+        f"A: {printable(' '.join(answer.split()))}{end}"
+    )
 
 
 @dataclass(frozen=True)
@@ -117,15 +121,16 @@ class Outcome:
         lines = [
             f"identical: {'yes' if self.identical else 'NO'}   {self._compared()}",
             f"prompt tokens {total}: {shares}, computed {computed}",
+            f"{len(self.turns)} requests, each served twice, on {self.device} in {self.seconds:.1f} s",
         ]
         if later := [turn for turn in self.turns if turn.number]:
             cached_ms = statistics.median(turn.cached.ttft_s * 1e3 for turn in later)
             recomputed_ms = statistics.median(turn.recomputed.ttft_s * 1e3 for turn in later)
             lines.append(
                 f"median time to first token after the first turn: {cached_ms:.0f} ms, "
-                f"recomputed {recomputed_ms:.0f} ms: {recomputed_ms / cached_ms:.1f} times shorter"
+                f"without a cache {recomputed_ms:.0f} ms: {recomputed_ms / cached_ms:.1f} times shorter"
             )
-        return "\n".join([*lines, f"{len(self.turns)} requests on {self.device} in {self.seconds:.1f} s"])
+        return "\n".join(lines)
 
     def _compared(self) -> str:
         different = [turn.name for turn in self.turns if not turn.identical]
@@ -153,6 +158,12 @@ class _Workload:
     def working_set(self) -> int:
         """Tokens of KV that all conversations together need."""
         return sum(conversation.distinct_tokens(self.max_new_tokens) for conversation in self.conversations)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that both halves of the demo compute, if the cache has each token once."""
+        prompts = sum(len(prompt) for one in self.conversations for prompt in one.prompts)
+        return self.working_set + prompts
 
     @property
     def num_turns(self) -> int:
@@ -197,7 +208,8 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def converse(flags: argparse.Namespace, say: Say) -> Outcome:
-    """Serve every turn of every conversation. Print the table, and the answers unless the weights are random."""
+    """Serve every turn of every conversation. Print the table, the answers unless the weights are random, and the
+    comparison."""
     start_s = time.perf_counter()
     workload = _load(flags, say)
     with ExitStack() as stack:
@@ -210,8 +222,6 @@ def converse(flags: argparse.Namespace, say: Say) -> Outcome:
         turns = _serve(workload, engine, plain, say)
         engine.check()
         stats = dict(engine.stats())
-    if workload.has_answers:
-        say("\n" + "\n".join(turn.text() for turn in turns))
     return Outcome(
         turns=turns,
         sizes={"device": config.device_tokens, "host": host_tokens, "working_set": workload.working_set},
@@ -222,23 +232,39 @@ def converse(flags: argparse.Namespace, say: Say) -> Outcome:
 
 
 def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Say) -> list[Turn]:
-    """Serve the turns one after the other, and print a row of the table for each."""
+    """Serve the turns one after the other with the cache, then without, and print a line for each."""
+    order, cached, texts = workload.order, list[RequestOutput](), list[str]()
     scheduler = _scheduler(workload, engine)
-    plain_scheduler = _scheduler(workload, plain)
-    turns: list[Turn] = []
-    say(_line("request", "prompt", *TIERS, "computed", "ttft ms", "recompute ms"))
+    say(_line("request", "prompt", *TIERS, "computed", "ttft ms"))
     with CalmInterrupt() as interrupt:
-        for index, (conversation, number) in enumerate(workload.order):
-            request = workload.request(conversation, number)
-            cached = _answer(scheduler, request, interrupt)
+        for number, (conversation, turn) in enumerate(order, 1):
+            request, begin_s = workload.request(conversation, turn), time.perf_counter()
+            output = _answer(scheduler, request, interrupt)
             engine.flush()  # turns of real users are seconds apart, so each turn is on disk before the next one
-            unshared = dataclasses.replace(request, namespace=f"turn {index}")
-            recomputed = _answer(plain_scheduler, unshared, interrupt)
-            question = workload.conversations[conversation].questions[number]
-            answer = workload.answer(conversation, number, cached)
-            turns.append(Turn(request.request_id, number, question, answer, cached, recomputed))
-            say(turns[-1].line())
-    return turns
+            cached.append(output)
+            say(_row(f"{number}/{len(order)}  {request.request_id}", output))
+            if number == _MEASURED_TURN:
+                seconds = (time.perf_counter() - begin_s) / output.prompt_tokens * workload.computed_tokens
+                say(f"... about {duration(seconds)} for all requests, with the cache and without")
+            question = workload.conversations[conversation].questions[turn]
+            texts.append(_text(question, workload.answer(conversation, turn, output), output))
+        if workload.has_answers:
+            say("\n" + "\n".join(texts))
+        say(f"\nThe same {len(order)} requests without a cache, compared token by token:")
+        return list(_compared(workload, plain, cached, interrupt, say))
+
+
+def _compared(
+    workload: _Workload, plain: CacheEngine, cached: Sequence[RequestOutput], interrupt: CalmInterrupt, say: Say
+) -> Iterator[Turn]:
+    """Serve the turns without a cache, and print a line for each."""
+    scheduler = _scheduler(workload, plain)
+    for index, ((conversation, number), output) in enumerate(zip(workload.order, cached, strict=True)):
+        request = workload.request(conversation, number)
+        unshared = dataclasses.replace(request, namespace=f"turn {index}")
+        turn = Turn(request.request_id, number, output, _answer(scheduler, unshared, interrupt))
+        say(f"{index + 1}/{len(cached)}  {turn.line()}")
+        yield turn
 
 
 def _scheduler(workload: _Workload, engine: CacheEngine) -> Scheduler:
@@ -387,7 +413,12 @@ def _announce(workload: _Workload, config: EngineConfig, host_tokens: int, say: 
 
 def _line(name: str, *columns: object) -> str:
     cells = "".join(f"{cell:>{width}}" for cell, width in zip(columns, _WIDTHS[1:], strict=True))
-    return f"{name:<{_WIDTHS[0]}}{cells}".rstrip()
+    return f"{_short(name)}{cells}".rstrip()
+
+
+def _short(name: str) -> str:
+    """Return the name in the width of its column."""
+    return f"{name if len(name) < _WIDTHS[0] else f'{name[: _WIDTHS[0] - 2]}…':<{_WIDTHS[0]}}"
 
 
 def _pages(tokens: int, page: int) -> int:

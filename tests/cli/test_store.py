@@ -202,8 +202,6 @@ def test_the_name_of_a_model_is_shown_and_decides_nothing(tmp_path: Path, capsys
         put_numbers(store, [1, 2])
         store.close()
         assert here(capsys, "stat", tmp_path / "store")["identity"]["model_name"] == name
-    assert found_numbers(store := open_store(tmp_path / "store"), range(4)) == {1, 2}
-    store.close()
 
 
 def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

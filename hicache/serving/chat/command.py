@@ -117,7 +117,7 @@ def run(flags: argparse.Namespace) -> int:
     if not interactive and not piped:
         raise ConfigError("there is no question; write one on the standard input, or chat in a terminal")
     with _server(flags, notes) as server:
-        first_key, *_ = (*filter(None, (flags.api_key or "").split(",")), *api_keys(), "none")
+        first_key = (flags.api_key or ",".join(api_keys()) or "none").partition(",")[0]
         conversation = Conversation(_client(server, first_key), server, flags.max_tokens, documents)
         for question in _typed(notes) if interactive else [piped]:
             _answer(conversation, question, notes)
