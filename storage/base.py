@@ -116,8 +116,8 @@ class PageStore(Protocol):
 
     A buffer whose length is not in `page_sizes` raises `StoreError`. A failure inside the store does not raise: a page
     that cannot be read is a miss, a page that cannot be written is not stored, key by key, and `stats` counts both.
-    Threads: one writer thread calls `put`, `delete` and `reopen`; `close` is called while no other call runs; any
-    threads call the other methods concurrently.
+    Threads: one writer thread calls `put`, `put_values`, `delete` and `reopen`; `close` is called while no other call
+    runs; any threads call the other methods concurrently.
     Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
     first to last, so its suffix, which is useless without the prefix, is evicted first.
     Deadlines are times of `time.monotonic`. After its deadline a call starts no more work, aborts the work that it can,
@@ -163,6 +163,19 @@ class PageStore(Protocol):
         again and counts as used. False: not stored, because the store is full or failed; it keeps its other pages.
         `lag` in [0, 1]: 0 if the caller's writer keeps up, 1 if its queue is full. With more lag a store may compress
         less.
+        """
+        ...
+
+    def get_value(self, key: bytes) -> bytes | None:
+        """The value stored under `key`: header and payload, compressed or encrypted as stored, with a verified
+        checksum. None if the page is absent or cannot be read or verified. Counts neither as a hit nor as a use."""
+        ...
+
+    def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        """Store values that `get_value` of another store with this identity and encryption key returned.
+
+        The result and the treatment of present keys are those of `put`. A value whose header, lengths or checksum do
+        not fit its key is not stored, and is counted as corrupt.
         """
         ...
 

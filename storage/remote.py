@@ -103,11 +103,32 @@ class RemotePageStore(ABC):
             return [False] * len(items)
         self._drop_corrupt()
         self.sync()
-        pages: dict[bytes, PageBuffer] = {}
-        for key, page in items:
-            pages.setdefault(key, page)
-        stored = dict(zip(pages, self._send(pages, lag, deadline_s), strict=True))
+        pages = dict(reversed(items))  # the first page of a key counts
+        keys = list(dict.fromkeys(key for key, _ in items))
+        stored = dict(zip(keys, self._send({key: pages[key] for key in keys}, lag, deadline_s), strict=True))
         return [stored[key] for key, _ in items]
+
+    def get_value(self, key: bytes) -> bytes | None:
+        self._require([key])
+        value = self._fetch_value(key)
+        if value is not None and (reason := self._codecs.value_fault(key, value)):
+            self._refuse(key, reason)
+            return None
+        return value
+
+    def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        self._require([key for key, _ in items])
+        self._drop_corrupt()
+        self.sync()
+        sound = dict[bytes, bytes]()
+        for key, value in items:
+            if reason := self._codecs.value_fault(key, value):
+                log.warning("the store %s refuses a value: %s", self._description, reason)
+                self._counters.add(corrupt=1)
+            else:
+                sound.setdefault(key, value)
+        stored = dict(zip(sound, self._send_values(sound), strict=True)) if sound else {}
+        return [stored.get(key, False) for key, _ in items]
 
     def reopen(self) -> bool:
         """Return True: each call connects if there is no connection."""
@@ -152,6 +173,14 @@ class RemotePageStore(ABC):
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
         """Store the values of `_encode` under keys without a value. Pass each stored page to `_written` and each
         failure to `_failed`."""
+
+    @abstractmethod
+    def _fetch_value(self, key: bytes) -> bytes | None:
+        """The bytes under a key; None if there are none, and for a failure, which is passed to `_failed`."""
+
+    @abstractmethod
+    def _send_values(self, values: Mapping[bytes, bytes]) -> list[bool]:
+        """Store sound values; otherwise as `_send`."""
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:

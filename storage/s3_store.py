@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from hicache.storage.base import PageBuffer, StoreError
-from hicache.storage.header import HEADER_BYTES
+from hicache.storage.header import HEADER_BYTES, HeaderAndPayload, page_bytes_of
 from hicache.storage.remote import RemotePageStore, first_line
 from hicache.storage.store_url import StoreUrl
 
@@ -80,28 +80,50 @@ class S3PageStore(RemotePageStore):
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         def get(n: int) -> bool:
-            answer = self._client.get(self._bucket, self._name(keys[n], "/"))
-            value_bytes = answer.meta["size"]
-            if not HEADER_BYTES <= value_bytes <= self._codecs.max_value_bytes:
-                self._refuse(keys[n], f"value of {value_bytes} bytes")
-                return False
-            value = memoryview(answer.bytes())
-            return self._decode(keys[n], bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], buffers[n])
+            value = self._download(keys[n])
+            return value is not None and self._decode(
+                keys[n], bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], buffers[n]
+            )
 
         return self._each(get, len(keys), deadline_s, is_read=True)
 
-    def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        keys = list(pages)
+    def _fetch_value(self, key: bytes) -> bytes | None:
+        found: list[memoryview | None] = []
 
+        def get(_: int) -> bool:
+            found.append(self._download(key))
+            return True
+
+        self._each(get, 1, math.inf, is_read=True)
+        value = found[-1] if found else None
+        return None if value is None else bytes(value)
+
+    def _download(self, key: bytes) -> memoryview | None:
+        """The object of a key; None if no value has its length."""
+        answer = self._client.get(self._bucket, self._name(key, "/"))
+        value_bytes = answer.meta["size"]
+        if HEADER_BYTES <= value_bytes <= self._codecs.max_value_bytes:
+            return memoryview(answer.bytes())
+        self._refuse(key, f"value of {value_bytes} bytes")
+        return None
+
+    def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
+        return self._upload(list(pages), lambda key: self._encode(key, pages[key], lag), deadline_s)
+
+    def _send_values(self, values: Mapping[bytes, bytes]) -> list[bool]:
+        return self._upload(list(values), lambda key: HeaderAndPayload.of(values[key]), math.inf)
+
+    def _upload(
+        self, keys: Sequence[bytes], value_of: Callable[[bytes], HeaderAndPayload], deadline_s: float
+    ) -> list[bool]:
         def put(n: int) -> bool:
-            page = pages[keys[n]]
-            value = self._encode(keys[n], page, lag)
+            value = value_of(keys[n])
             parts, name = [value.header, value.payload], self._name(keys[n], "/")
             try:
                 self._client.put(self._bucket, name, parts, mode="create", use_multipart=False)
             except self._errors.AlreadyExistsError:
                 return True
-            self._written(len(page), len(value))
+            self._written(page_bytes_of(value.header), len(value))
             return True
 
         return self._each(put, len(keys), deadline_s, is_read=False)

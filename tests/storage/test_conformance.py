@@ -35,6 +35,8 @@ class TestMemory(StoreConformance):
 class TestThroughFrames(StoreConformance):
     """The client and the server of a store process, in one process."""
 
+    copies_values = False
+
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         return partial(ProcessStore, f"lmdb://{tmp_path}?budget={BUDGET_BYTES}", in_process=True)
@@ -43,6 +45,8 @@ class TestThroughFrames(StoreConformance):
 @pytest.mark.long
 @pytest.mark.store_process
 class TestThroughProcess(StoreConformance):
+    copies_values = False
+
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         return partial(ProcessStore, f"lmdb://{tmp_path}?budget={BUDGET_BYTES}")
