@@ -3,6 +3,7 @@
     lmdb:///path?budget=8GiB&durability=commit&level=1
     mooncake://host:50051?replicas=2
     s3://bucket/prefix?endpoint=http://host:9000
+    dir:///mnt/shared/kv
 
 Other packages add schemes by entry points of the group `hicache.stores`: the name is the scheme; the value is called
 with `(url, *, identity, formats, cipher)`, returns a `PageStore`, and raises `StoreError` with the remedy.
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError
 from hicache.storage.cipher import PageCipher
+from hicache.storage.dir_store import DirPageStore
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.mooncake_store import MooncakePageStore
@@ -64,6 +66,7 @@ def _open_lmdb(url: str, /, *, name: str, **about: Any) -> PageStore:
 
 _OPENERS: Mapping[str, _Opener] = {
     "lmdb": _open_lmdb,
+    "dir": DirPageStore,
     "s3": S3PageStore,
     "mooncake": MooncakePageStore,
 }

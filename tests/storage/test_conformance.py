@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hicache.storage import LmdbPageStore
+from hicache.storage import LmdbPageStore, open_store
 from hicache.storage.conformance import MakeStore, StoreConformance
 from memory_store import MemoryPageStore
 from own_store import opener
@@ -22,6 +22,12 @@ class TestLmdb(StoreConformance):
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         return partial(LmdbPageStore, tmp_path, budget_bytes=BUDGET_BYTES)
+
+
+class TestDirectory(StoreConformance):
+    @pytest.fixture
+    def make_store(self, tmp_path: Path) -> MakeStore:
+        return partial(open_store, f"dir://{tmp_path}?concurrency=2")
 
 
 class TestMemory(StoreConformance):
