@@ -97,7 +97,7 @@ class ThrottledStore:
         """Return None: pages of this store are not copied to other stores."""
         return None
 
-    def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
         return [False] * len(items)
 
     def reopen(self) -> bool:

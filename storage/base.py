@@ -171,7 +171,7 @@ class PageStore(Protocol):
         checksum. None if the page is absent or cannot be read or verified. Counts neither as a hit nor as a use."""
         ...
 
-    def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
         """Store values that `get_value` of another store with this identity and encryption key returned.
 
         The result and the treatment of present keys are those of `put`. A value whose header, lengths or checksum do

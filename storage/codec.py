@@ -250,7 +250,7 @@ def value_of_page(key: bytes, page: PageBuffer) -> bytes:
     return value.header + bytes(value.payload)
 
 
-def page_of_value(key: bytes, value: bytes) -> PageBuffer | None:
+def page_of_value(key: bytes, value: bytes | memoryview) -> PageBuffer | None:
     """Decode a value of `value_of_page`; None if it is not one, or not of `key`."""
     parts = HeaderAndPayload.of(value)
     page = np.empty(max(1, len(parts.payload)), np.uint8)

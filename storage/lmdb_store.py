@@ -247,7 +247,7 @@ class LmdbPageStore:
             self._note_failed(error)
         return None
 
-    def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
         self._require_cipher()
         check_keys([key for key, _ in items])
         sound = list[tuple[bytes, HeaderAndPayload]]()

@@ -165,7 +165,7 @@ class MooncakePageStore(RemotePageStore):
         value = self._encode(key, page, 0.0)
         return value.header + bytes(value.payload)
 
-    def _send_values(self, values: Mapping[bytes, bytes]) -> list[bool]:
+    def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
         """Decode the values first: a value here has the length of an uncompressed one, which tells its page size."""
         pages = {key: np.empty(page_bytes_of(value), np.uint8) for key, value in values.items()}
         found = dict[bytes, PageBuffer]()

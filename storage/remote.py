@@ -13,7 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.calls import Counters, check_keys, check_pages
@@ -34,6 +36,8 @@ _MAX_SHOWN = 200
 
 class RemotePageStore(ABC):
     """A `PageStore` except for the transfers, which a subclass adds: fetch, send, look up and remove a batch of values.
+
+    `on_value`: if set, threads of `get_into` call it with the key and a copy of each value that they return.
 
     A failed call is not retried: the next call reconnects, and the caller decides how often to try. `description` names
     the store in messages. Threads as for `PageStore`, except that any number of threads may write.
@@ -56,6 +60,7 @@ class RemotePageStore(ABC):
         self._description = description
         self._counters = Counters()
         self._closed = False
+        self.on_value: Callable[[bytes, memoryview], None] | None = None
         self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
         self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently used first
@@ -116,11 +121,11 @@ class RemotePageStore(ABC):
             return None
         return value
 
-    def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
         self._require([key for key, _ in items])
         self._drop_corrupt()
         self.sync()
-        sound = dict[bytes, bytes]()
+        sound = dict[bytes, bytes | memoryview]()
         for key, value in items:
             if reason := self._codecs.value_fault(key, value):
                 log.warning("the store %s refuses a value: %s", self._description, reason)
@@ -179,7 +184,7 @@ class RemotePageStore(ABC):
         """The bytes under a key; None if there are none, and for a failure, which is passed to `_failed`."""
 
     @abstractmethod
-    def _send_values(self, values: Mapping[bytes, bytes]) -> list[bool]:
+    def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
         """Store sound values; otherwise as `_send`."""
 
     @abstractmethod
@@ -206,8 +211,15 @@ class RemotePageStore(ABC):
     def _decode(self, key: bytes, header: bytes, payload: memoryview, page: PageBuffer) -> bool:
         """Decode a value into `page`; whether it holds verified bytes. `payload` may lie in `page`. A value that does
         not verify is counted and deleted later, unless it is a page of another size."""
+        keep, value = self.on_value, None
+        if keep is not None:  # before decoding, which may change a payload in the page
+            value = np.empty(len(header) + len(payload), np.uint8)
+            value[: len(header)] = np.frombuffer(header, np.uint8)
+            np.copyto(value[len(header) :], np.frombuffer(payload, np.uint8))  # releases the interpreter lock
         reason = self._codecs[len(page)].decode_split(key, header, payload, page)
         if not reason:
+            if keep is not None and value is not None:
+                keep(key, value.data)
             return True
         if page_bytes_of(header) == len(page) or self._codecs.verify_stored(key, header + bytes(payload)):
             self._refuse(key, reason)

@@ -110,7 +110,7 @@ class S3PageStore(RemotePageStore):
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
         return self._upload(list(pages), lambda key: self._encode(key, pages[key], lag), deadline_s)
 
-    def _send_values(self, values: Mapping[bytes, bytes]) -> list[bool]:
+    def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
         return self._upload(list(values), lambda key: HeaderAndPayload.of(values[key]), math.inf)
 
     def _upload(

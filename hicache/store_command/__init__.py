@@ -13,6 +13,7 @@ from hicache.console import path_flag, path_of, say
 from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
+from hicache.storage.process.settings import BACKUPS, RemoteSettings
 from hicache.store_command import commands
 from hicache.store_command.reporting import LogCapture, Steps
 
@@ -50,6 +51,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     help = "serve a store to the engines and servers of this machine, until SIGTERM"
     serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
     serving.add_argument("url", metavar="URL", help="the store, like lmdb:///var/lib/hicache?budget=100GiB")
+    serving.add_argument("--remote", default="", metavar="URL", help="remote store, like s3://bucket/prefix")
+    backup = "pages that are copied to the remote store; used: those used again or slow to compute (default: used)"
+    serving.add_argument("--backup", choices=BACKUPS, default="used", help=backup)
     serving.add_argument(
         "--socket", required=True, type=path_of, metavar="PATH", help="engines name it as disk path unix:PATH"
     )
@@ -59,7 +63,7 @@ def run(flags: argparse.Namespace) -> int:
     """Run one subcommand. Returns the exit status. Passes on the subcommand's exceptions."""
     if flags.verb == "serve":
         with text_lines("%(asctime)s %(levelname)s %(message)s", logging.INFO):
-            serve(flags.url, flags.socket)
+            serve(flags.url, flags.socket, RemoteSettings(flags.remote, flags.backup))
         return 0
     with LogCapture() as log, CalmInterrupt() as calm:
         progress = Steps(calm, is_shown=not flags.json)

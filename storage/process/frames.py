@@ -12,9 +12,9 @@
 
 Memory is shared: `MEMORY` has its number and size, and the descriptor is attached to its first byte (SCM_RIGHTS).
 Memory 0 is the address space of the client, for a server in the same process; its offsets are addresses. `OPEN` has the
-descriptor of the shared status (see `status`). `NOTE` has the bytes that the store keeps for clients, at most
-`MAX_NOTE_BYTES`; `OPENED` returns them, in hexadecimal digits. Bodies of OPEN, OPENED and FAILED are JSON, because they
-are sent only once.
+descriptor of the shared status (see `status`). `JOIN` has that of a socket, whose other end is one more client. `NOTE`
+has the bytes that the store keeps for clients, at most `MAX_NOTE_BYTES`; `OPENED` returns them, in hexadecimal digits.
+Bodies of OPEN, OPENED and FAILED are JSON, because they are sent only once.
 
 Neither side trusts lengths: an invalid frame raises `FrameError` or another ValueError, and the connection ends.
 """
@@ -57,7 +57,9 @@ OWN_MEMORY = 0  # the number of the address space that client and server share w
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-_JOB = struct.Struct("<qibdI")  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages
+_JOB = struct.Struct(
+    "<qibdI"
+)  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages, or a write is costly
 _CANCEL = struct.Struct("<qi")
 _KEEP = struct.Struct("<d")
 _OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or a stalled job is a write; the number: of pages
@@ -85,6 +87,7 @@ class Kind(enum.IntEnum):
     REMOVE = 9
     NOTE = 10
     KEEP = 11
+    JOIN = 12
     OPENED = 32
     FAILED = 33
     FOUND = 34
@@ -135,6 +138,8 @@ def of_job(job: Job, pages: Pages) -> bytes:
         kind, deadline_s = Kind.READ, job.deadline_s
     elif isinstance(job, RemoveJob):
         kind, number = Kind.REMOVE, job.keys is None
+    else:
+        number = job.is_costly
     head = _JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number)
     places = _PAGES.pack(pages.memory, pages.page_bytes, len(pages.offsets)) + pages.offsets.tobytes()
     return frame(kind, head, places, keys_of(keys))
@@ -152,8 +157,9 @@ def memory(number: int, num_bytes: int) -> bytes:
     return frame(Kind.MEMORY, _MEMORY.pack(number, num_bytes))
 
 
-def opened(page_sizes: Sequence[int], note: bytes) -> bytes:
-    return frame(Kind.OPENED, json.dumps({"page_sizes": page_sizes, "note": note.hex()}).encode())
+def opened(page_sizes: Sequence[int], note: bytes, *, has_remote: bool) -> bytes:
+    about = {"page_sizes": page_sizes, "note": note.hex(), "has_remote": has_remote}
+    return frame(Kind.OPENED, json.dumps(about).encode())
 
 
 def failed(error: Exception) -> bytes:
@@ -226,7 +232,7 @@ class Body:
             raise FrameError(f"{count} pages for {len(keys)} keys")
         pages = pages_at(places)
         if kind is Kind.WRITE:
-            return WriteJob(ticket, keys, pages, batch)
+            return WriteJob(ticket, keys, pages, batch, bool(number))
         return ReadJob(ticket, batch, keys, pages, threading.Event(), deadline_s, ReadClass(queue_class))
 
     def note(self) -> bytes:
@@ -249,12 +255,12 @@ class Body:
         except (ValueError, RecursionError) as error:
             raise FrameError(f"a frame brings no JSON: {error}") from None
 
-    def opened(self) -> tuple[tuple[int, ...], bytes]:
-        """Parse OPENED: the page sizes of the store in bytes, and its note."""
+    def opened(self) -> tuple[tuple[int, ...], bytes, bool]:
+        """Parse OPENED: the page sizes of the store in bytes, its note, and whether the process has a remote store."""
         try:
             match self.json():
-                case {"page_sizes": [*sizes], "note": str(note)}:
-                    return tuple(map(int, sizes)), bytes.fromhex(note)
+                case {"page_sizes": [*sizes], "note": str(note), "has_remote": bool(has_remote)}:
+                    return tuple(map(int, sizes)), bytes.fromhex(note), has_remote
         except TypeError:
             pass
         raise FrameError("the store process sent an invalid answer: OPENED cannot be parsed")

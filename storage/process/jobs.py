@@ -110,13 +110,32 @@ class ReadDone:
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Store `pages` under `keys`."""
+    """Store `pages` under `keys`. `is_costly`: their prompt takes longer than a second to compute, so that they are
+    worth a copy in a remote store before a request uses them."""
 
     ticket: int
     keys: tuple[bytes, ...]
     pages: Sequence[PageBytes]
     batch: int = 0
+    is_costly: bool = False
     queue_class = 0
+
+
+@dataclass(frozen=True)
+class ValueJob:
+    """Store `values` of another store of this process under `keys`, after the writes of clients. Only threads of the
+    process submit it."""
+
+    keys: tuple[bytes, ...]
+    values: tuple[bytes | memoryview, ...]
+    ticket: int = 0
+    batch: int = 0
+    queue_class = 1
+
+    @property
+    def pages(self) -> Sequence[PageBytes]:
+        """The bytes of the values."""
+        return [np.frombuffer(value, np.uint8) for value in self.values]
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ class Loop(Protocol):
 
     def call_later(self, do: Callable[[], None], why: str) -> None: ...
 
+    def add(self, connected: socket.socket) -> None: ...
+
     def forget(self, client: Session) -> None: ...
 
     def log_left(self, error: Exception) -> None: ...
@@ -65,6 +67,7 @@ class Session(Connection):
         self._service: StoreService | None = None
         self._cancels: dict[tuple[int, int], threading.Event] = {}
         self._outcomes: deque[tuple[Outcome, bool]] = deque()
+        self._noted_backup: tuple[float, ...] = ()
         self._waits_to_send = False
         self._num_jobs = 0  # jobs not answered yet
         self._ended = self._is_opening = False
@@ -75,7 +78,11 @@ class Session(Connection):
     def is_busy(self) -> bool:
         """Whether the loop has to call `look` regularly."""
         is_asking = self._status is None or self._is_opening
-        return self._num_jobs > 0 or is_asking or (self._service is not None and self._service.is_busy)
+        return self._num_jobs > 0 or is_asking or (self._service is not None and self._has_news(self._service))
+
+    def _has_news(self, service: StoreService) -> bool:
+        """Whether the numbers of the store may change, or the client has not got those of the copies yet."""
+        return service.is_busy or (service.copies is not None and service.numbers()["backup"] != self._noted_backup)
 
     def post(self, is_write: bool, done: Outcome) -> None:
         """Queue an outcome for the client; called by the thread that ran the job."""
@@ -89,6 +96,7 @@ class Session(Connection):
         if self._service is not None:
             self._service.look()
             self._deliver()
+            self._note_status(self._service)  # copies progress without jobs of this client
         if self._status is None and time.monotonic() > self._open_until_s:
             self.end("it has asked for no store")
         self._send(frames.frame(Kind.ALIVE))
@@ -192,6 +200,8 @@ class Session(Connection):
             self._share(*body.memory())
         elif kind is Kind.OPEN:
             self._open(body.json())
+        elif kind is Kind.JOIN:
+            self._server.add(socket.socket(fileno=self._descriptor()))
         elif self._service is None:
             raise FrameError("a job for a store that is not open")
         else:
@@ -284,7 +294,7 @@ class Session(Connection):
         for memory in self._memories.values():
             self._register(service, memory.data)
         self._note_status(service)
-        self._send(frames.opened(service.page_sizes, service.note))
+        self._send(frames.opened(service.page_sizes, service.note, has_remote=service.has_remote))
 
     @staticmethod
     def _register(service: StoreService, memory: PageBuffer) -> None:
@@ -323,7 +333,9 @@ class Session(Connection):
 
     def _note_status(self, service: StoreService) -> None:
         if self._status is not None and not self._ended:
-            self._status.write(service.stats(), service.failed_touches, service.numbers())
+            numbers = service.numbers()
+            self._noted_backup = numbers["backup"]
+            self._status.write(service.stats(), service.failed_touches, numbers)
 
     def _send(self, data: bytes) -> None:
         if self._ended:

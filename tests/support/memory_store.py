@@ -89,7 +89,7 @@ class MemoryPageStore:
             page = self._pages.get(key)
         return None if page is None else value_of_page(key, np.frombuffer(page, np.uint8))
 
-    def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
         with self._lock:
             self._require([key for key, _ in items])
         pages = {key: page for key, value in items if (page := page_of_value(key, value)) is not None}
