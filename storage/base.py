@@ -110,6 +110,23 @@ def opening_error(what: str, error: Exception) -> StoreError:
     return StoreUnavailable(f"cannot open {what}: {why}; free space or repair the disk")
 
 
+class Leases(Protocol):
+    """Leases by key between machines that share a store: one machine computes a prompt, and others wait for its pages.
+    Leases expire by themselves. Any threads. Times are seconds since 1970; the clocks of the machines must agree.
+
+    A store that fails gives no lease and shows none.
+    """
+
+    def begin(self, key: bytes, until_s: float) -> bool:
+        """Take the lease of `key` until `until_s`; False if another one has not expired, or the store fails. If machines
+        call this at the same time, one gets True."""
+        ...
+
+    def who(self, key: bytes) -> float | None:
+        """The end of the lease of `key`; None if there is none that has not expired."""
+        ...
+
+
 class PageStore(Protocol):
     """A store of pages, on a disk or on other machines. Pages have one or several declared sizes; a key has 1 to 511
     bytes.

@@ -5,7 +5,8 @@
                                             SHA-256 of the key
       [0, 4096)   key and header of the value (slot_file.SlotBlock, sequence 0)
       [4096, n)   payload, then zeros up to a multiple of 4096
-    DIR/hicache/NAMESPACE/ab/cd/.NAME.HOST-PID-N.new    a page that is being written
+    DIR/hicache/NAMESPACE/ab/cd/.NAME.RANDOM.new        a page that is being written
+    DIR/hicache/NAMESPACE/leases/ab/DIGEST.BEFORE       the end of a lease, in seconds since 1970
 
 A page is written beside its name and published by `link`, so its name never shows a part of a page, and the first
 writer wins. A kill leaves a file that ends in .new, which `prune` removes. A power failure may leave a page that does
@@ -18,10 +19,10 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import math
 import os
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from hicache.storage.remote import RemotePageStore
 from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock, is_aligned
 from hicache.storage.store_url import StoreUrl
 
-FOLDER, IDENTITY_FILE = "hicache", "identity.json"
+FOLDER, IDENTITY_FILE, LEASES = "hicache", "identity.json", "leases"
 _MAX_NAMED_KEY_BYTES = 100  # longer keys would exceed the length of a file name
 _TOUCH_S = 3600.0
 _MAX_TOUCHED = 1 << 16
@@ -49,15 +50,21 @@ _blocks, _payloads = Scratch(), Scratch()
 
 
 class _Stored(NamedTuple):
-    """A value as read from a file, or the reason why the file does not hold it."""
+    """Key and value as read from a file, or the reason why the file does not hold them."""
 
+    key: bytes
     header: bytes
     payload: memoryview
     reason: str = ""
 
+    @classmethod
+    def refused(cls, reason: str) -> _Stored:
+        return cls(b"", b"", memoryview(b""), reason)
+
 
 class DirPageStore(RemotePageStore):
-    """A `PageStore` in a directory of a file system that several machines mount; docs/remote.md has the options.
+    """A `PageStore` with `Leases` in a directory of a file system that several machines mount; docs/remote.md has the
+    options.
 
     The directory must exist: an unmounted file system must not be mistaken for an empty store. New files and folders
     get the permissions of the directory. A file that another machine removes during a call is a miss.
@@ -70,7 +77,6 @@ class DirPageStore(RemotePageStore):
         options = at.options(level=1, concurrency=8)
         super().__init__(str(at), level=options["level"], **about)
         self._root = shared_folder(at.path) / self._namespace
-        self._numbers = itertools.count()
         self._touched = OrderedDict[bytes, float]()  # keys, with the time of their last touch
         try:
             self._mode = os.stat(at.path).st_mode
@@ -131,6 +137,51 @@ class DirPageStore(RemotePageStore):
             self._touched.popitem(last=False)
         self._each(self._is_present, due, math.inf, is_read=True)
 
+    def begin(self, key: bytes, until_s: float) -> bool:
+        self._require([key])
+        return self._each(lambda key: self._begin(key, until_s), [key], math.inf, is_read=False) == [True]
+
+    def who(self, key: bytes) -> float | None:
+        self._require([key])
+        found: list[float] = []
+
+        def look(key: bytes) -> bool:
+            found.append(self._last_lease(key)[1])
+            return True
+
+        self._each(look, [key], math.inf, is_read=True)
+        return found[0] if found and found[0] > time.time() else None
+
+    def _begin(self, key: bytes, until_s: float) -> bool:
+        file, held_s = self._last_lease(key)
+        if held_s > time.time() or until_s <= held_s:
+            return False
+        for folder in (self._root / LEASES, Path(file).parent):
+            self._make_folder(folder)
+        new = Path(_unpublished(file))
+        try:
+            new.write_text(f"{until_s:.3f}")
+            new.chmod(self._mode & 0o666)
+            return _publish(str(new), file)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def _last_lease(self, key: bytes) -> tuple[str, float]:
+        """The name of the next lease of a key, and the end of its last one, 0 without one. The name of a lease has the
+        end of the lease before it, so one machine can follow an expired lease."""
+        digest, end_s = hashlib.sha256(key).hexdigest(), 0.0
+        while True:
+            file = f"{self._root}/{LEASES}/{digest[:2]}/{digest}.{end_s:.3f}"
+            try:
+                text = Path(file).read_text(errors="replace")
+            except FileNotFoundError:
+                return file, end_s
+            with contextlib.suppress(ValueError):
+                if float(text) > end_s:
+                    end_s = float(text)
+                    continue
+            return file, end_s
+
     def _disconnect(self) -> None:
         self._pool.shutdown()
 
@@ -175,8 +226,7 @@ class DirPageStore(RemotePageStore):
     def _write(self, key: bytes, value: HeaderAndPayload) -> bool:
         """Write and publish a value; True also if another writer published the key first. Raises OSError."""
         file = self._file(key)
-        folder, name = os.path.split(file)
-        new = f"{folder}/.{name}.{os.uname().nodename[:64]}-{os.getpid()}-{next(self._numbers)}{NEW_SUFFIX}"
+        folder, new = os.path.dirname(file), _unpublished(file)
         try:
             try:
                 descriptor = _open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -204,7 +254,7 @@ class DirPageStore(RemotePageStore):
     def _record_identity(self, identity: Mapping[str, str | int]) -> None:
         file = self._root / IDENTITY_FILE
         if not file.exists():
-            new = file.with_name(f".{IDENTITY_FILE}.{os.getpid()}{NEW_SUFFIX}")
+            new = Path(_unpublished(str(file)))
             new.write_text(json.dumps(dict(identity), sort_keys=True))
             new.chmod(self._mode & 0o666)
             new.replace(file)
@@ -219,14 +269,15 @@ def shared_folder(path: str) -> Path:
 
 def read_file(file: str, max_payload_bytes: int, key: bytes | None = None, page: PageBuffer | None = None) -> _Stored:
     """Read a file of a page. The payload is valid until the same thread reads the next file; it lies in `page` if its
-    length and alignment allow. `key`: of the page, None to accept any. Notes a use. Raises OSError."""
+    length and alignment allow. `key`: of the page, whose use is noted; None to accept any page, and to note no use.
+    Raises OSError."""
     block = _blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
     descriptor = _open(file, os.O_RDONLY)
     try:
         about = os.fstat(descriptor)
         room_bytes = about.st_size - BLOCK_BYTES
         if not 0 <= room_bytes <= round_up(max_payload_bytes):
-            return _Stored(b"", block, f"file of {about.st_size} bytes")
+            return _Stored.refused(f"file of {about.st_size} bytes")
         is_direct = page is not None and room_bytes == len(page) and is_aligned(page)
         target = page.data if is_direct and page is not None else _payloads.take(room_bytes)[: round_up(room_bytes)]
         done = _transfer(os.preadv, descriptor, [block, target])
@@ -236,15 +287,21 @@ def read_file(file: str, max_payload_bytes: int, key: bytes | None = None, page:
     if found is not None:
         fields = parse_header(found.header)
     if done < BLOCK_BYTES or found is None or (key is not None and found.key != key):
-        return _Stored(b"", block, "its file holds no page, or another one")
-    if isinstance(fields, str) or BLOCK_BYTES + fields.stored_bytes > done:
-        return _Stored(b"", block, fields if isinstance(fields, str) else "its file is cut short")
+        return _Stored.refused("its file holds no page, or another one")
+    if isinstance(fields, str) or room_bytes != round_up(fields.stored_bytes) or done < about.st_size:
+        return _Stored.refused(fields if isinstance(fields, str) else f"file of {about.st_size} bytes")
     if key is not None:
         _touch(file, about.st_mtime)
     payload = target[: fields.stored_bytes]
     if is_direct and fields.stored_bytes != room_bytes:  # decoding needs another memory than the page
         payload = memoryview(bytes(payload))
-    return _Stored(found.header, payload)
+    return _Stored(found.key, found.header, payload)
+
+
+def _unpublished(file: str) -> str:
+    """A name beside `file` that no other writer uses."""
+    folder, name = os.path.split(file)
+    return f"{folder}/.{name}.{secrets.token_hex(8)}{NEW_SUFFIX}"
 
 
 def _touch(file: str, modified_s: float) -> None:

@@ -22,6 +22,7 @@ from hicache.storage.dir_store import DirPageStore
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.mooncake_store import MooncakePageStore
+from hicache.storage.mounts import network_type
 from hicache.storage.s3_store import S3PageStore
 from hicache.storage.store_url import StoreUrl, scheme_of
 
@@ -60,6 +61,11 @@ def _open_lmdb(url: str, /, *, name: str, **about: Any) -> PageStore:
     at = StoreUrl.parse(url)
     if at.host or at.path in ("", "/"):
         raise StoreError("a URL of lmdb names a directory by its absolute path: lmdb:///var/lib/hicache?budget=8GiB")
+    if network := network_type(at.path):
+        raise StoreError(
+            f"the disk path {at.path} is on a network file system ({network}), where the index of a store is damaged; "
+            f"choose a local disk, and share pages by a remote store in that directory: dir://{at.path}"
+        )
     options = at.options(budget_bytes=_DEFAULT_BUDGET_BYTES, durability="relaxed", level=1)
     return LmdbPageStore(Path(at.path) / name, **options, **about, shares_budget=bool(name))
 

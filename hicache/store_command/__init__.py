@@ -14,8 +14,10 @@ from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
 from hicache.storage.process.settings import BACKUPS, RemoteSettings
-from hicache.store_command import commands
+from hicache.store_command import commands, shared
 from hicache.store_command.reporting import LogCapture, Steps
+
+_MAX_SHARED_BYTES = 1 << 60
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +48,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         subparsers, commands.prune_stores, "prune", "remove complete stores of a path that no process has open"
     )
     days = Integer("remove stores that no engine has used for this many days; 0: all", minimum=0, maximum=36500)
-    pruning.add_argument("--unused-days", type=as_flag(days), required=True, metavar="N", help=days.help)
+    budget = Size("of a shared store: remove the pages used longest ago until this size is kept", 0, _MAX_SHARED_BYTES)
+    choice = pruning.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--unused-days", type=as_flag(days), metavar="N", help=days.help)
+    choice.add_argument("--budget", type=as_flag(budget), metavar="SIZE", help=budget.help)
 
     help = "serve a store to the engines and servers of this machine, until SIGTERM"
     serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
@@ -67,7 +72,8 @@ def run(flags: argparse.Namespace) -> int:
         return 0
     with LogCapture() as log, CalmInterrupt() as calm:
         progress = Steps(calm, is_shown=not flags.json)
-        outcome: commands.Outcome = flags.run_command(commands.Task(flags, progress, log))
+        task = commands.Task(flags, progress, log)
+        outcome = shared.run(task) if "://" in flags.path else flags.run_command(task)
     for message in log.messages:
         say(f"hicache: warning: {message}")
     text = json.dumps(outcome.stats) if flags.json else outcome.text
@@ -83,10 +89,17 @@ def _add(
     help: str,
 ) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
-    parser.add_argument("path", type=path_flag, metavar="DIR", help="the directory of the store, or of its path")
+    help = "the directory of the store, or of its path"
+    if name in shared.COMMANDS:
+        help = f"{help}, or the URL of a shared store, like dir:///mnt/shared/kv or s3://bucket/prefix"
+    parser.add_argument("path", type=_path_or_url, metavar="DIR", help=help)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run_command=run_command)
     return parser
+
+
+def _path_or_url(text: str) -> str:
+    return text if "://" in text else path_flag(text)
 
 
 def _takes_key(parser: argparse.ArgumentParser) -> None:

@@ -145,6 +145,8 @@ def prune_stores(task: Task) -> Outcome:
     """Remove the stores of a directory that were not used for some days. Stores that are open stay."""
     if not task.folder.is_dir():
         raise ConfigError(f"{task.folder} is no directory; give the one that holds the stores")
+    if task.flags.unused_days is None:
+        raise ConfigError("--budget is for shared stores; give dir:///PATH or s3://bucket, or --unused-days for a disk")
     removed, left = list[Path](), list[Path]()
     for folder in store_folders(task.folder):
         is_old = time.time() - last_use_s(folder) >= task.flags.unused_days * _DAY_S

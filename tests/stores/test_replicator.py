@@ -53,15 +53,14 @@ def until_copied(case: Case) -> dict[str, float]:
     return case.backup
 
 
-@pytest.mark.parametrize(
-    ("backup", "expected"),
-    [("all", KEYS), ("used", (*KEYS[:2], *KEYS[4:6])), ("none", ())],
-    ids=["all", "used", "none"],
-)
-def test_the_pages_that_the_setting_names_are_copied(
-    tmp_path: Path, shared: Path, backup: Backup, expected: tuple[bytes, ...]
-) -> None:
-    """`used` copies pages that were costly to compute, and pages that a request used; the bytes are those on the disk."""
+EXPECTED: dict[Backup, tuple[bytes, ...]] = {"all": KEYS, "used": (*KEYS[:2], *KEYS[4:6]), "none": ()}
+
+
+@pytest.mark.parametrize("backup", EXPECTED)
+def test_the_pages_that_the_setting_names_are_copied(tmp_path: Path, shared: Path, backup: Backup) -> None:
+    """`used` copies pages that were costly to compute, and pages that a request used. The bytes are those of the
+    disk."""
+    expected = EXPECTED[backup]
     with node(tmp_path / "a", remote_at(shared, backup)) as (local, _):
         local.tier.used(KEYS[4:5])  # from memory, before its write
         assert all(local.stored(KEYS[:2], DATA[:2], is_costly=True))
