@@ -7,6 +7,7 @@ verification, compression and encryption are the same as on disk, and processes 
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 import math
 import threading
@@ -30,6 +31,7 @@ from hicache.storage.records import identity_with_key, namespace_digest, sorted_
 log = logging.getLogger("hicache.storage")
 
 _NAME_DIGEST_BYTES = 8
+_MAX_NAMED_KEY_BYTES, DIGEST_PREFIX = 180, "sha256."
 _MAX_USED_KEYS = 1 << 16
 _MAX_SHOWN = 200
 
@@ -200,8 +202,12 @@ class RemotePageStore(ABC):
 
     def _name(self, key: bytes, separator: str) -> str:
         """Name of a key on the server: `hicache`, the first 8 bytes of the namespace digest in hex, and the key in
-        base64url without padding; at most 707 characters."""
-        return separator.join(("hicache", self._namespace, base64.urlsafe_b64encode(key).rstrip(b"=").decode()))
+        base64url without padding. A key above 180 bytes has `sha256.` and its digest in hex instead, because servers
+        limit a part of a name to 255 bytes; the value names its key by its checksum."""
+        text = base64.urlsafe_b64encode(key).rstrip(b"=").decode()
+        if len(key) > _MAX_NAMED_KEY_BYTES:
+            text = f"{DIGEST_PREFIX}{hashlib.sha256(key).hexdigest()}"
+        return separator.join(("hicache", self._namespace, text))
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
         """Encode a page; the value is valid until the same thread encodes the next one."""

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from hicache.storage.base import StoreError, StoreLocked, opening_error
 from hicache.storage.dir_store import FOLDER, IDENTITY_FILE, LEASES, read_file, shared_folder
 from hicache.storage.directory import NEW_SUFFIX
 from hicache.storage.header import HEADER_BYTES, MAX_PAGE_BYTES, parse_header, read_header
+from hicache.storage.remote import DIGEST_PREFIX
 from hicache.storage.s3_store import S3Bucket
 from hicache.storage.store_url import StoreUrl, scheme_of
 
@@ -222,8 +224,8 @@ class S3Pages(SharedPages):
         return len(pages)
 
     def _value(self, page: SharedPage) -> tuple[bytes, bytes, memoryview] | str | None:
-        if page.key is None:
-            return "its name is no key"
+        if page.key is None:  # its checksum cannot be verified without the key
+            return None if page.name.rpartition("/")[2].startswith(DIGEST_PREFIX) else "its name is no key"
         value = self._bucket.get(page.name)
         return None if value is None else (page.key, bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:])
 
@@ -235,7 +237,9 @@ def _key_of(name: str) -> bytes | None:
 
 
 def _decoded(text: str) -> bytes | None:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # "." and other characters are discarded otherwise
+        if not re.fullmatch(r"[\w-]+", text, re.ASCII):
+            return None
         return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     return None
 
