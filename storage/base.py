@@ -111,15 +111,15 @@ def opening_error(what: str, error: Exception) -> StoreError:
 
 
 class Leases(Protocol):
-    """Leases by key between machines that share a store: one machine computes a prompt, and others wait for its pages.
+    """Leases by key between machines that share a store: one machine computes a prompt, other machines wait.
     Leases expire by themselves. Any threads. Times are seconds since 1970; the clocks of the machines must agree.
 
     A store that fails gives no lease and shows none.
     """
 
     def begin(self, key: bytes, until_s: float) -> bool:
-        """Take the lease of `key` until `until_s`; False if another one has not expired, or the store fails. If machines
-        call this at the same time, one gets True."""
+        """Take the lease of `key` until `until_s`; False if another one has not expired, or the store fails. Of several
+        calls at the same time, one returns True."""
         ...
 
     def who(self, key: bytes) -> float | None:

@@ -8,9 +8,10 @@
     DIR/hicache/NAMESPACE/ab/cd/.NAME.RANDOM.new        a page that is being written
     DIR/hicache/NAMESPACE/leases/ab/DIGEST.BEFORE       the end of a lease, in seconds since 1970
 
-A page is written beside its name and published by `link`, so its name never shows a part of a page, and the first
-writer wins. A kill leaves a file that ends in .new, which `prune` removes. A power failure may leave a page that does
-not verify: a miss. The modification time is the last use, at most an hour old. `hicache store prune` keeps the budget.
+A page is written to a file of another name and published by `link`, so its name never shows a part of a page, and the
+first writer wins. A kill leaves a file that ends in .new, which `prune` removes. A power failure may leave a page that
+does not verify: a miss. The modification time is the last use, at most an hour old. `hicache store prune` keeps the
+budget.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ def read_file(file: str, max_payload_bytes: int, key: bytes | None = None, page:
 
 
 def _unpublished(file: str) -> str:
-    """A name beside `file` that no other writer uses."""
+    """A name in the folder of `file` that no other writer uses."""
     folder, name = os.path.split(file)
     return f"{folder}/.{name}.{secrets.token_hex(8)}{NEW_SUFFIX}"
 

@@ -10,7 +10,7 @@ _NETWORK = {
     "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs", "pvfs2",
     "smb3", "smbfs",
 }  # fmt: skip
-# Of fuse.NAME. Others, like fuse-overlayfs of containers, are on local disks.
+# Types fuse.NAME. Other FUSE file systems, like fuse-overlayfs of containers, use local disks.
 _NETWORK_FUSE = {
     "3fs", "afs", "alluxio-fuse", "blobfuse", "blobfuse2", "ceph", "ceph-fuse", "cubefs", "curvefs", "davfs", "gcsfuse",
     "glusterfs", "goofys", "hf3fs", "juicefs", "mfs", "moosefs", "mount-s3", "mountpoint-s3", "rclone", "s3fs",

@@ -77,7 +77,7 @@ from hicache.flow.prompt import Prompts
 from hicache.pages.key import Tokens
 from hicache.pages.states import COPY, HELD, READ, Counts
 from hicache.pages.table import NO_ROW, Columns, Mask, Rows
-from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
+from hicache.storage.process.jobs import FindDone, FindJob, LeaseDone, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 log = logging.getLogger(__name__)
@@ -657,8 +657,9 @@ class StoreJobs:
         self.bereft = list[PendingPrefetch]()
 
     def poll(self) -> list[FindDone | ReadDone | Stalled]:
-        """The answers since the last call."""
-        return [done for tier in self._polled for done in tier.reads.poll()]
+        """The answers since the last call. An engine asks for no leases."""
+        answers = (done for tier in self._polled for done in tier.reads.poll())
+        return [done for done in answers if not isinstance(done, LeaseDone)]
 
     def is_busy(self) -> bool:
         """Whether any job is under way that no stalled thread has."""

@@ -25,7 +25,7 @@ def _stat(task: Task, shared: SharedPages) -> Outcome:
     found: dict[str, list[SharedPage]] = {}
     for page in shared.pages():
         found.setdefault(page.namespace, []).append(page)
-    stores = [
+    stores: list[dict[str, Any]] = [
         {
             "namespace": namespace,
             "identity": shared.identity(namespace),

@@ -21,6 +21,7 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.status import BACKUP_NUMBERS, QUEUE_NUMBERS
 from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.storage.process.transports import InlineServer, JoinedClient, OwnProcess, ServedSocket, Transport
+from hicache.tiers import DISK
 
 JOB_PAGES = 8
 
@@ -138,8 +139,9 @@ class StoreTier(StoreClient):
             "used_ratio": stats.file_bytes / max(1, stats.budget_bytes),
             "drive_writes_per_day": stats.drive_writes_per_day,
             **{name: getattr(stats, field) for field, (name, _, _) in _STORE_METRICS.items()},
-            **{f"backup_{name}": n for name, n in zip(BACKUP_NUMBERS, self.status.backup, strict=True)},
         }
+        if self.name == DISK.name:
+            found |= {f"backup_{name}": n for name, n in zip(BACKUP_NUMBERS, self.status.backup, strict=True)}
         return {f"{self.name}.{metric}": value for metric, value in found.items()}
 
 
@@ -159,7 +161,8 @@ def register_tier(
         metrics.read_from(described, partial(queue_numbers, queue), families)
     described = {f"{name}.{metric}": about for metric, about in _PROCESS_METRICS.items()}
     described |= {f"{name}.{metric}": (type_, help) for metric, type_, help in _STORE_METRICS.values()}
-    described |= {f"{name}.backup_{metric}": about for metric, about in _BACKUP_METRICS.items()}
+    if name == DISK.name:
+        described |= {f"{name}.backup_{metric}": about for metric, about in _BACKUP_METRICS.items()}
     metrics.read_from(described, numbers, {f"{name}.used_ratio": ("tier_used_ratio", {"tier": name})})
 
 

@@ -32,9 +32,9 @@ from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
     Job,
+    Question,
+    QuestionDone,
     ReadClass,
-    ReadDone,
-    ReadJob,
     RemoveJob,
     Stalled,
     WriteDone,
@@ -86,7 +86,7 @@ class StoreClient:
         self.clock = clock
         self._limits = request.settings.limits
         transport.keep(self)
-        self.reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone]
+        self.reads: ClientQueue[Question, QuestionDone]
         self.reads = ClientQueue(self, "reads", max_jobs, unserved_read)
         self.writes: ClientQueue[WriteJob | RemoveJob, WriteDone]
         self.writes = ClientQueue(self, "writes", max_jobs, unserved_write)

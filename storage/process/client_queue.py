@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from hicache.storage.process.jobs import (
-    FindDone,
-    FindJob,
     Job,
-    ReadDone,
+    Question,
+    QuestionDone,
     ReadJob,
     RemoveJob,
     Stalled,
@@ -17,8 +16,8 @@ from hicache.storage.process.jobs import (
     WriteJob,
 )
 
-J = TypeVar("J", FindJob | ReadJob, WriteJob | RemoveJob)
-D = TypeVar("D", FindDone | ReadDone, WriteDone)
+J = TypeVar("J", Question, WriteJob | RemoveJob)
+D = TypeVar("D", QuestionDone, WriteDone)
 
 
 class JobSender(Protocol):

@@ -37,7 +37,10 @@ from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
     Job,
+    LeaseDone,
+    LeaseJob,
     PageBytes,
+    QuestionDone,
     ReadClass,
     ReadDone,
     ReadJob,
@@ -57,12 +60,13 @@ OWN_MEMORY = 0  # the number of the address space that client and server share w
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-_JOB = struct.Struct(
-    "<qibdI"
-)  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages, or a write is costly
+# The deadline: of a lease, its end. The number: of a find, how many keys are `keys`, not `others`; 1: remove all pages,
+# or a write is costly.
+_JOB = struct.Struct("<qibdI")
 _CANCEL = struct.Struct("<qi")
 _KEEP = struct.Struct("<d")
-_OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or a stalled job is a write; the number: of pages
+# The flag: a find is answered, a lease has begun, or a stalled job is a write. The number: of pages.
+_OUTCOME = struct.Struct("<qiBId")
 _MEMORY = struct.Struct("<IQ")
 _ERRORS: dict[str, Callable[[str], StoreError]] = {
     error.__name__: error for error in (StoreCorrupt, StoreLocked, StoreMismatch, StoreUnavailable)
@@ -88,6 +92,7 @@ class Kind(enum.IntEnum):
     NOTE = 10
     KEEP = 11
     JOIN = 12
+    LEASE = 13
     OPENED = 32
     FAILED = 33
     FOUND = 34
@@ -95,6 +100,7 @@ class Kind(enum.IntEnum):
     WRITTEN = 36
     STALLED = 37
     ALIVE = 38
+    LEASED = 39
 
 
 # Frames with keys, or with one byte for each key.
@@ -114,7 +120,7 @@ class Pages:
 
 
 NO_PAGES = Pages(OWN_MEMORY, 0, array("Q"))
-Outcome: TypeAlias = FindDone | ReadDone | WriteDone | Stalled
+Outcome: TypeAlias = QuestionDone | WriteDone | Stalled
 
 
 def frame(kind: Kind, *parts: bytes) -> bytes:
@@ -138,6 +144,8 @@ def of_job(job: Job, pages: Pages) -> bytes:
         kind, deadline_s = Kind.READ, job.deadline_s
     elif isinstance(job, RemoveJob):
         kind, number = Kind.REMOVE, job.keys is None
+    elif isinstance(job, LeaseJob):
+        kind, deadline_s = Kind.LEASE, job.until_s
     else:
         number = job.is_costly
     head = _JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number)
@@ -175,6 +183,8 @@ def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
         kind, number, seconds, ok = Kind.READ_DONE, done.asked, done.seconds, done.ok
     elif isinstance(done, WriteDone):
         kind, number, seconds, ok, removed = Kind.WRITTEN, done.num_new, done.seconds, done.ok, done.removed
+    elif isinstance(done, LeaseDone):
+        kind, flag, seconds = Kind.LEASED, done.has_begun, done.until_s
     else:
         kind = Kind.STALLED
     head = _OUTCOME.pack(done.ticket, done.batch, flag, number, seconds)
@@ -226,6 +236,10 @@ class Body:
         places, keys = Pages(memory, page_bytes, array("Q", self.take(8 * count))), self.keys()
         if kind is Kind.FIND:
             return FindJob(ticket, keys[:number], ReadClass(queue_class), keys[number:], batch)
+        if kind is Kind.LEASE:
+            if len(keys) != 1:
+                raise FrameError(f"a lease of {len(keys)} keys")
+            return LeaseJob(ticket, keys[0], deadline_s, batch)
         if kind is Kind.REMOVE:
             return RemoveJob(ticket, None if number else keys, batch)
         if count != len(keys):
@@ -278,6 +292,8 @@ class Body:
         ok, removed = tuple(map(bool, self.take(count))), self.keys()
         if kind is Kind.FOUND:
             return FindDone(ticket, number, bool(flag), ok, batch), False
+        if kind is Kind.LEASED:
+            return LeaseDone(ticket, bool(flag), seconds, batch), False
         if kind is Kind.READ_DONE:
             return ReadDone(ticket, batch, ok, number, seconds), False
         if kind is Kind.WRITTEN:

@@ -69,6 +69,33 @@ class FindJob:
 
 
 @dataclass(frozen=True)
+class LeaseJob:
+    """Take the lease of `key` until `until_s`, or ask for its end if `until_s` is 0 (`hicache.storage.base.Leases`)."""
+
+    ticket: int
+    key: bytes
+    until_s: float = 0.0
+    batch: int = FIND
+    queue_class = ReadClass.URGENT_FIND
+    pages = ()
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        return (self.key,)
+
+
+@dataclass(frozen=True)
+class LeaseDone:
+    """Answer to a `LeaseJob`. `has_begun`: the client has the lease. `until_s`: the end of the lease in seconds since
+    1970, also of another machine's; 0 if there is none, the store has no leases or fails."""
+
+    ticket: int
+    has_begun: bool = False
+    until_s: float = 0.0
+    batch: int = FIND
+
+
+@dataclass(frozen=True)
 class FindDone:
     """Answer to a `FindJob`. `num_pages`: number of `keys` without a gap. `others[i]`: whether the store has that key.
     `answered`: False if the store was not asked or failed."""
@@ -176,4 +203,6 @@ class Stalled:
     batch: int
 
 
-Job: TypeAlias = FindJob | ReadJob | WriteJob | RemoveJob
+Question: TypeAlias = FindJob | ReadJob | LeaseJob
+QuestionDone: TypeAlias = FindDone | ReadDone | LeaseDone
+Job: TypeAlias = Question | WriteJob | RemoveJob

@@ -21,6 +21,7 @@ from itertools import groupby
 from typing import NamedTuple, Protocol, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError, StoreStats
+from hicache.storage.dir_store import DirPageStore
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.maintenance import evict
 from hicache.storage.process.health import Breaker, BreakerToken, Watchdog
@@ -28,6 +29,10 @@ from hicache.storage.process.io_queue import IoQueue, Queued
 from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
+    LeaseDone,
+    LeaseJob,
+    Question,
+    QuestionDone,
     ReadClass,
     ReadDone,
     ReadJob,
@@ -38,6 +43,7 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.status import BACKUP_NUMBERS
+from hicache.storage.s3_store import S3PageStore
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +59,7 @@ class _Fault(NamedTuple):
     lasting: bool = False
 
 
-_Read: TypeAlias = Queued[FindJob | ReadJob, FindDone | ReadDone]
+_Read: TypeAlias = Queued[Question, QuestionDone]
 _Change: TypeAlias = WriteJob | RemoveJob | ValueJob
 _Write: TypeAlias = Queued[_Change, WriteDone]
 _MAX_FILL_BYTES = 256 << 20  # values from a remote store that wait for the writer
@@ -110,7 +116,7 @@ class StoreService:
         self._stats = StoreStats()
         self._stats_fail = False
         queue_jobs, limits, name = settings.queue_jobs, settings.limits, settings.name
-        self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
+        self.reads: IoQueue[Question, QuestionDone]
         self.reads = IoQueue("reads", queue_jobs, unserved_read, limits, clock, name)
         self.writes: IoQueue[_Change, WriteDone]
         self.writes = IoQueue("writes", queue_jobs, unserved_write, limits, clock, name)
@@ -247,7 +253,7 @@ class StoreService:
             watchdog.begin([item], token)
             answer = unserved_read(job)
             try:
-                answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
+                answer = self._answer(job, token)
             except Exception:  # the thread must go on with the jobs of other clients
                 log.exception("a read of the %s tier failed", self._settings.name)
             watchdog.end()
@@ -306,6 +312,25 @@ class StoreService:
     def _is_void(self, job: ReadJob) -> bool:
         """Whether the job was cancelled or its deadline has passed."""
         return job.cancelled.is_set() or self.clock() >= job.deadline_s
+
+    def _answer(self, job: Question, token: BreakerToken) -> QuestionDone:
+        if isinstance(job, LeaseJob):
+            return self._lease(job, token)
+        return self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
+
+    def _lease(self, job: LeaseJob, token: BreakerToken) -> LeaseDone:
+        store, end_s = self.store, 0.0
+        if not isinstance(store, DirPageStore | S3PageStore):
+            return LeaseDone(job.ticket, batch=job.batch)
+
+        def ask() -> list[bool]:
+            nonlocal end_s
+            has_begun = bool(job.until_s) and store.begin(job.key, job.until_s)
+            end_s = job.until_s if has_begun else store.who(job.key) or 0.0
+            return [has_begun]
+
+        begun, _ = self._ask_to_read(ask, token, proves=False)
+        return LeaseDone(job.ticket, any(begun), end_s, job.batch)
 
     def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
         keys = (*job.keys, *job.others)
@@ -478,7 +503,9 @@ def _emptied(store: PageStore) -> bool:
     return store.stats().entries == 0
 
 
-def unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:
+def unserved_read(job: Question) -> QuestionDone:
+    if isinstance(job, LeaseJob):
+        return LeaseDone(job.ticket, batch=job.batch)
     if isinstance(job, FindJob):
         return FindDone(job.ticket, 0, answered=False, batch=job.batch)
     return ReadDone(job.ticket, job.batch, (False,) * len(job.keys))

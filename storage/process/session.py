@@ -21,7 +21,7 @@ from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.process import frames
 from hicache.storage.process.connection import Connection, ConnectionEnded
 from hicache.storage.process.frames import OWN_MEMORY, Body, FrameError, Kind, Outcome, Pages
-from hicache.storage.process.jobs import FindJob, Job, PageBytes, ReadJob, Stalled
+from hicache.storage.process.jobs import Job, PageBytes, Question, ReadJob, Stalled
 from hicache.storage.process.service import StoreService
 from hicache.storage.process.shared_memory import ClientMemory, page_at
 from hicache.storage.process.status import StatusWriter
@@ -217,7 +217,7 @@ class Session(Connection):
             self._register(self._service, self._memories[number].data)
 
     def _ask(self, kind: Kind, body: Body, service: StoreService) -> None:
-        if kind in (Kind.FIND, Kind.READ, Kind.WRITE, Kind.REMOVE):
+        if kind in (Kind.FIND, Kind.READ, Kind.WRITE, Kind.REMOVE, Kind.LEASE):
             self._submit(body.job(kind, partial(self._pages, service)), service)
         elif kind is Kind.USED:
             service.used(body.keys())
@@ -236,7 +236,7 @@ class Session(Connection):
             raise FrameError(f"a client does not send {kind.name}")
 
     def _submit(self, job: Job, service: StoreService) -> None:
-        if isinstance(job, FindJob | ReadJob):
+        if isinstance(job, Question):
             service.reads.submit(job, partial(self.post, False))
             if isinstance(job, ReadJob):
                 self._cancels[job.ticket, job.batch] = job.cancelled

@@ -1,4 +1,4 @@
-"""What happens to a directory of pages: kills, other writers, a prune, wrong bytes, a full disk, lost permissions."""
+"""Pages in a shared directory through kills, other writers, a prune, wrong bytes, a full disk, lost permissions."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_folder_that_is_lost_is_counted(tmp_path: Path) -> None:
 
 
 def test_files_get_the_permissions_of_the_directory(tmp_path: Path) -> None:
-    """So that a group of users shares a directory, or nobody does."""
+    """A group of users can share a directory."""
     for mode in (0o700, 0o2770):
         folder = tmp_path / oct(mode)
         folder.mkdir()

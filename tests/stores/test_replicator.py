@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from disk_case import pages
 from hicache.storage import PageFormat, PageStore, StoreError, open_store
+from hicache.storage.process.jobs import LeaseDone, LeaseJob
 from hicache.storage.process.settings import Backup, RemoteSettings
 from hicache.stores.tier import open_remote
 from process_case import IDENTITY, PAGE_BYTES, Case, at, request
@@ -136,12 +138,14 @@ def test_a_remote_store_that_fails_costs_copies_alone(tmp_path: Path, shared: Pa
             assert all(local.stored((key,), (page,)))
             until_copied(local)
         assert local.backup["failed_pages"] == 3 and local.backup["state"] == 2
+        # These hits queue the failed pages again.
         assert all(local.found(KEYS[:4], DATA[:4])) and not any(other.found(KEYS[:1], DATA[:1]))
         namespace.unlink()
         (shared / "away").rename(namespace)
         assert all(local.stored(KEYS[4:], DATA[4:]))
-        numbers = until_copied(local)
-        assert numbers["sent_pages"] == 5 and numbers["state"] == 0
+        assert until_copied(local)["state"] == 0
+    with closing(shared_store(shared)) as store:
+        assert all(store.contains((KEYS[0], *KEYS[4:])))
 
 
 def test_a_remote_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -153,6 +157,23 @@ def test_a_remote_that_cannot_be_is_refused(tmp_path: Path) -> None:
             open_remote(local.tier, request(at(tmp_path / "b")))
         with pytest.raises(ValueError, match="backup"):
             RemoteSettings("s3://bucket", "sometimes")  # type: ignore[arg-type]
+
+
+def test_one_machine_of_many_gets_a_lease(tmp_path: Path, shared: Path) -> None:
+    """Through their processes two machines see the same lease of the remote store; a disk has no leases."""
+    until_s = time.time() + 1000
+
+    def lease(case: Case, until_s: float = 0.0) -> tuple[bool, float]:
+        assert case.tier.reads.submit(LeaseJob(7, b"prompt", until_s))
+        done = case.answer(case.tier.reads.poll)
+        assert isinstance(done, LeaseDone) and done.ticket == 7
+        return done.has_begun, done.until_s
+
+    with node(tmp_path / "a", remote_at(shared)) as (disk, one), node(tmp_path / "b", remote_at(shared)) as (_, other):
+        assert lease(one) == lease(other) == (False, 0.0)
+        assert lease(one, until_s) == (True, until_s)
+        assert lease(other, until_s + 5) == lease(one, until_s + 5) == (False, pytest.approx(until_s, abs=1e-3))
+        assert lease(disk, until_s) == (False, 0.0)
 
 
 @pytest.mark.store_process
