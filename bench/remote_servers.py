@@ -136,7 +136,9 @@ class S3Server(Server):
         sizes = ("-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3.autoCreateBucket=false")
         hosts = ("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false")
         command = [self._COMMAND, "server", f"-dir={folder}", "-filer", "-s3", *hosts, *sizes, *ports]
-        self.process = started(command, lambda _: self._makes_bucket(), cwd=folder)
+        # With credentials in its environment it would refuse requests without them.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        self.process = started(command, lambda _: self._makes_bucket(), cwd=folder, env=variables)
 
     def wipe(self) -> None:
         """Remove all objects."""

@@ -182,7 +182,7 @@ class S3PageStore(RemotePageStore):
 
     def begin(self, key: bytes, until_s: float) -> bool:
         self._require([key])
-        name, body = self._lease(key), [f"{until_s:.3f}".encode()]
+        name, body = self._lease(key), [repr(until_s).encode()]
 
         def put(_: int) -> bool:
             try:
