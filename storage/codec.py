@@ -20,6 +20,7 @@ from hicache.storage.header import (
     FIELD_BYTES,
     HEADER_BYTES,
     MAX_PAGE_BYTES,
+    NAMESPACE_BYTES,
     RAW,
     ZSTD,
     HeaderAndPayload,
@@ -161,6 +162,15 @@ class PageCodec:
         reason = self.decode_split(key, view[:HEADER_BYTES], view[HEADER_BYTES:], page)
         return "" if reason == _NO_KEY else reason
 
+    def value_fault(self, key: bytes, value: bytes | memoryview) -> str:
+        """Return why `value` is not a value of `key` in this namespace; "" if header, lengths and checksum fit. Neither
+        decrypts nor decompresses."""
+        view = memoryview(value)
+        fields = read_header(key, view[:HEADER_BYTES], view[HEADER_BYTES:], self._page_bytes, self._namespace)
+        if isinstance(fields, str):
+            return fields
+        return "" if fields.encrypted == (self._cipher is not None) else "encrypted, unlike the store, or not encrypted"
+
     def _compress(self, page: PageBuffer, lag: float) -> bytes | None:
         """Shuffle and compress `page`. Returns None if it should be stored raw."""
         if not self._level or lag >= _RAW_FROM or self._filter.kind == "uncompressed":
@@ -227,6 +237,28 @@ class PageCodecs(dict[int, PageCodec]):
 
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
         """Call `PageCodec.verify_stored` of the codec for the page size in the value's header."""
-        # If no codec has this page size, the codec of the largest size returns the reason.
-        page_bytes = page_bytes_of(value) if len(value) >= HEADER_BYTES else 0
-        return self.get(page_bytes, self._largest).verify_stored(key, value)
+        return self._of(value).verify_stored(key, value)
+
+    def value_fault(self, key: bytes, value: bytes | memoryview) -> str:
+        """Call `PageCodec.value_fault` of the codec for the page size in the value's header."""
+        return self._of(value).value_fault(key, value)
+
+    def _of(self, value: bytes | memoryview) -> PageCodec:
+        """Return the codec for the page size in the header. If no codec has this page size, return the codec of the
+        largest size, which returns the reason."""
+        return self.get(page_bytes_of(value) if len(value) >= HEADER_BYTES else 0, self._largest)
+
+
+def value_of_page(key: bytes, page: PageBuffer) -> bytes:
+    """Encode a page, uint8 `[page_bytes]`, without compression and encryption, for a store that has no identity: the
+    namespace in the header is zero."""
+    value = PageCodec(PageFormat(len(page)), bytes(NAMESPACE_BYTES), 0).encode_split(key, page, memoryview(b""))
+    return value.header + bytes(value.payload)
+
+
+def page_of_value(key: bytes, value: bytes | memoryview) -> PageBuffer | None:
+    """Decode a value of `value_of_page`; None if it is not one, or not of `key`."""
+    parts = HeaderAndPayload.of(value)
+    page = np.empty(max(1, len(parts.payload)), np.uint8)
+    codec = PageCodec(PageFormat(len(page)), bytes(NAMESPACE_BYTES), 0)
+    return None if codec.decode_split(key, parts.header, parts.payload, page) else page

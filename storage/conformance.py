@@ -49,6 +49,9 @@ class StoreConformance:
     """Whether the store separates pages of different identities. If not, it relies on the keys, which also name the
     model."""
 
+    copies_values = True
+    """Whether the store has `get_value` and `put_values`, without which its pages are not copied to another store."""
+
     def test_a_batch_is_answered_key_by_key(self, make_store: MakeStore) -> None:
         """Absent keys are misses and hide no present key; a batch may have a key twice, or be empty."""
         with _open(make_store) as store:
@@ -177,6 +180,47 @@ class StoreConformance:
             assert (stats.hits, stats.misses) == (2, 2), stats
             assert (stats.corrupt, stats.read_errors, stats.write_errors, stats.read_only) == (0, 0, 0, False), stats
             assert store.thread_read_errors() == 0 and store.reopen() is True
+
+    def test_values_are_copied_as_they_are(self, make_store: MakeStore) -> None:
+        """`put_values` stores the bytes of `get_value`: pages, values and durability are the same. Present keys keep
+        their value."""
+        if not self.copies_values:
+            return
+        pages = {b"%d" % n: page(n) for n in range(6)}
+        keys = list(pages)
+        with _open(make_store) as store:
+            assert store.put_values([]) == [] and store.get_value(b"absent") is None
+            store.put(list(pages.items()))
+            values = {key: store.get_value(key) or b"" for key in keys}
+            assert store.delete(keys) == len(keys) and store.get_value(keys[0]) is None
+            assert store.put_values(list(values.items())) == [True] * len(keys)
+            assert all(_found(store, pages)) and {key: store.get_value(key) for key in keys} == values
+            num_puts = store.stats().puts
+            assert store.put_values([*values.items(), *values.items()]) == [True] * 2 * len(keys)
+            assert store.stats().puts == num_puts and store.stats().corrupt == 0
+            assert not store.stats().read_errors and not store.stats().write_errors
+        if self.outlives_close:
+            with _open(make_store) as store:
+                assert all(_found(store, pages))
+
+    def test_values_of_another_page_are_refused(self, make_store: MakeStore) -> None:
+        """`put_values` stores no value that is damaged, cut, empty or of another key, and the other values of the
+        call."""
+        if not self.copies_values:
+            return
+        with _open(make_store) as store:
+            store.put([(b"a", page(0)), (b"b", page(2))])
+            value, other = store.get_value(b"a") or b"", store.get_value(b"b") or b""
+            store.delete([b"a", b"b"])
+            wrong = [b"", value[:20], value[:-1], value + b"x", other, bytes(len(value))]
+            wrong += [value[:n] + bytes([value[n] ^ 1]) + value[n + 1 :] for n in (0, 9, 30, len(value) - 1)]
+            for each in wrong:
+                assert store.put_values([(b"a", each), (b"b", other)]) == [False, True]
+                assert store.contains([b"a", b"b"]) == [False, True] and store.get_value(b"a") is None
+            assert store.put_values([(b"a", value)]) == [True] and all(_found(store, {b"a": page(0), b"b": page(2)}))
+            for key in (b"", b"k" * 512):
+                assert _raises(partial(store.get_value, key)) and _raises(partial(store.put_values, [(key, value)]))
+        assert _raises(partial(store.get_value, b"a")) and _raises(partial(store.put_values, [(b"a", value)]))
 
     def test_another_identity_finds_nothing(self, make_store: MakeStore) -> None:
         """Opening another identity on the same medium raises, or finds no page and changes no page of the first one."""

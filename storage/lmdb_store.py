@@ -14,12 +14,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from hicache.storage.base import Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
 from hicache.storage.calls import Counters, check_keys, check_pages
@@ -27,6 +27,7 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.compressor import PageCompressor
 from hicache.storage.filters import PageFormat
+from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
 from hicache.storage.lmdb_writer import GroupWriter, commit_bytes, require_budget
 from hicache.storage.memory import Scratch
@@ -36,6 +37,7 @@ from hicache.storage.slots import Slots
 from hicache.storage.store_files import Progress, StoreFiles
 
 log = logging.getLogger("hicache.storage")
+T = TypeVar("T")
 
 _DELETES_PER_COMMIT = 4096
 _WINDOW_BYTES = 8 << 20  # bytes of pages that are sorted together to find neighbouring slots
@@ -227,18 +229,40 @@ class LmdbPageStore:
     ) -> list[bool]:
         self._require_cipher()
         check_pages([key for key, _ in items], [page for _, page in items], self._codecs, writeable=False)
-        with self.writing() as writer:
-            if writer.read_only:
-                return [False] * len(items)
-            # The last key is stored first, so that the first key of the call becomes the most recently used.
-            pages = dict(reversed(items))
-            present = dict(zip(pages, self.contains(list(pages)), strict=True))
-            self._kept = {key for key, held in present.items() if held}
-            self.touch([key for key in reversed(present) if present[key]])
-            writer.delete_corrupt()  # `contains` already hides these pages, but the index still has them
-            writer.begin_call()
-            self._put_absent({key: page for key, page in pages.items() if not present[key]}, lag, deadline_s)
-            return [key in self._kept for key, _ in items]
+        return self._put(items, len, lambda absent: self._compressor.values(absent, lag), deadline_s)
+
+    def get_value(self, key: bytes) -> bytes | None:
+        self._require_cipher()
+        check_keys([key])
+        try:
+            with self.reading() as pages:
+                (entry,) = pages.index.locate([key])
+                while entry is not None and key not in self._corrupt:
+                    value = self._stored_value(pages, key, entry)
+                    reason = value if isinstance(value, str) else self._codecs.value_fault(key, value)
+                    if isinstance(value, bytes) and not reason:
+                        return value
+                    (now,) = pages.index.locate([key])
+                    if now == entry:
+                        self._note_corrupt(key, reason)
+                    entry = now  # the slot was freed and used again during the read
+        except io_errors as error:
+            self._note_failed(error)
+        return None
+
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
+        self._require_cipher()
+        check_keys([key for key, _ in items])
+        sound = list[tuple[bytes, HeaderAndPayload]]()
+        for key, value in items:
+            if reason := self._codecs.value_fault(key, value):
+                log.warning("the store %s refuses a value: %s", self._files.path, reason)
+                self._counters.add(corrupt=1)
+            else:
+                sound.append((key, HeaderAndPayload.of(value)))
+        answers = self._put(sound, lambda value: page_bytes_of(value.header), _in_order, math.inf)
+        stored = {key for (key, _), ok in zip(sound, answers, strict=True) if ok}
+        return [key in stored for key, _ in items]
 
     def delete(self, keys: Sequence[bytes]) -> int:
         check_keys(keys)
@@ -257,15 +281,11 @@ class LmdbPageStore:
 
     def verified_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:
         """Return the stored value of a page, or the reason why it cannot be read or does not verify."""
-        payload = self._scratch.take(entry.length.slot_bytes)
         try:
-            (header,) = self._read(pages, [(key, entry, payload)])
+            value = self._stored_value(pages, key, entry)
         except OSError as error:
             return f"cannot be read: {error}"
-        if isinstance(header, str):
-            return header
-        value = header + bytes(payload[: entry.payload_bytes])
-        return self._codecs.verify_stored(key, value) or value
+        return (isinstance(value, bytes) and self._codecs.verify_stored(key, value)) or value
 
     def faults(self, pages: StoreFiles, progress: Callable[[int], None] = lambda _: None) -> Iterator[Fault]:
         """Yield every inconsistency; no thread may write meanwhile. Reads every byte, and compares pages, index and
@@ -326,22 +346,47 @@ class LmdbPageStore:
                 self._compressor.close()
                 self._writer.close()
 
-    def _put_absent(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> None:
-        """Encode and commit absent pages in groups, in the order given. If a call exceeds the budget, it evicts the
-        pages of its own first groups, the last keys of `put`."""
-        with contextlib.closing(self._compressor.values(pages, lag)) as values:
-            for group in self._groups(pages):
-                # Threads encode the next group while the current group is written.
-                if time.monotonic() >= deadline_s or not self._writer.put(group, values):
-                    break
-                self._kept.update(group)
+    def _stored_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:
+        """Return the bytes of a value, not verified, or the reason why its slot does not have the value. Raises OSError
+        if the disk fails."""
+        payload = self._scratch.take(entry.length.slot_bytes)
+        (header,) = self._read(pages, [(key, entry, payload)])
+        return header if isinstance(header, str) else header + bytes(payload[: entry.payload_bytes])
 
-    def _groups(self, pages: Mapping[bytes, PageBuffer]) -> Iterator[list[bytes]]:
-        """Divide the keys into groups, one for each commit."""
+    def _put(
+        self,
+        items: Sequence[tuple[bytes, T]],
+        page_bytes: Callable[[T], int],
+        encode: Callable[[Mapping[bytes, T]], Generator[HeaderAndPayload, None, None]],
+        deadline_s: float,
+    ) -> list[bool]:
+        """Store the absent pages of `items`; `encode` yields their values, in order. Commits in groups: if a call
+        exceeds the budget, it evicts the pages of its own first groups, the last keys of the call."""
+        with self.writing() as writer:
+            if writer.read_only:
+                return [False] * len(items)
+            # The last key is stored first, so that the first key of the call becomes the most recently used.
+            pages = dict(reversed(items))
+            present = dict(zip(pages, self.contains(list(pages)), strict=True))
+            self._kept = {key for key, held in present.items() if held}
+            self.touch([key for key in reversed(present) if present[key]])
+            writer.delete_corrupt()  # `contains` already hides these pages, but the index still has them
+            writer.begin_call()
+            absent = {key: page for key, page in pages.items() if not present[key]}
+            with contextlib.closing(encode(absent)) as values:
+                for group in self._groups({key: page_bytes(page) for key, page in absent.items()}):
+                    # Threads encode the next group while the current group is written.
+                    if time.monotonic() >= deadline_s or not writer.put(group, values):
+                        break
+                    self._kept.update(group)
+            return [key in self._kept for key, _ in items]
+
+    def _groups(self, sizes: Mapping[bytes, int]) -> Iterator[list[bytes]]:
+        """Divide keys, each with the bytes of its page, into groups, one for each commit."""
         max_bytes = commit_bytes(self._files.record.budget_bytes)
         group, group_bytes = list[bytes](), 0
-        for key, page in pages.items():
-            slot_bytes = self._files.record.max_slot_bytes(len(page))
+        for key, page_bytes in sizes.items():
+            slot_bytes = self._files.record.max_slot_bytes(page_bytes)
             if group and group_bytes + slot_bytes > max_bytes:
                 yield group
                 group, group_bytes = [], 0
@@ -431,6 +476,10 @@ class LmdbPageStore:
             return ["there are no slots for such pages"] * len(run)
         blocks = file.read([SlotRead(entry.slot, payload, entry.payload_bytes) for _, entry, payload in run])
         return [_header(block, key) for (key, _, _), block in zip(run, blocks, strict=True)]
+
+
+def _in_order(values: Mapping[bytes, HeaderAndPayload]) -> Generator[HeaderAndPayload, None, None]:
+    yield from values.values()
 
 
 def _header(block: memoryview | None, key: bytes) -> bytes | str:

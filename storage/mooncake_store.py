@@ -22,7 +22,7 @@ import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import PageCipher
-from hicache.storage.header import HEADER_BYTES
+from hicache.storage.header import HEADER_BYTES, HeaderAndPayload, page_bytes_of
 from hicache.storage.memory import aligned_buffer
 from hicache.storage.mooncake_client import (
     INVALID_PARAMS,
@@ -150,6 +150,31 @@ class MooncakePageStore(RemotePageStore):
         self._count([*codes, *(code for code in present.values() if code < 0)], is_read=False)
         stored = {value.key for value, code in zip(values, codes, strict=True) if code in (0, PRESENT)}
         return [present[key] == 1 or key in stored for key in pages]
+
+    def _fetch_value(self, key: bytes) -> bytes | None:
+        codes = self._call(_lengths, [key])
+        self._count(codes, is_read=True)
+        lengths = {codec.max_value_bytes: page_bytes for page_bytes, codec in self._codecs.items()}
+        if codes[0] not in lengths:
+            if codes[0] >= 0:
+                self._refuse(key, f"value of {codes[0]} bytes")
+            return None
+        page = np.empty(lengths[codes[0]], np.uint8)
+        if self._fetch([key], [page], math.inf) != [True]:
+            return None
+        value = self._encode(key, page, 0.0)
+        return value.header + bytes(value.payload)
+
+    def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
+        """Decode the values first: a value here has the length of an uncompressed one, which tells its page size."""
+        pages = {key: np.empty(page_bytes_of(value), np.uint8) for key, value in values.items()}
+        found = dict[bytes, PageBuffer]()
+        for key, page in pages.items():
+            value = HeaderAndPayload.of(values[key])
+            if self._decode(key, value.header, value.payload, page):
+                found[key] = page
+        sent = dict(zip(found, self._send(found, 0.0, math.inf), strict=True)) if found else {}
+        return [sent.get(key, False) for key in values]
 
     def _value(self, key: bytes, page: PageBuffer) -> _Value:
         in_place = self._is_plain and self._client.is_registered(page)

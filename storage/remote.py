@@ -7,13 +7,16 @@ verification, compression and encryption are the same as on disk, and processes 
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.calls import Counters, check_keys, check_pages
@@ -28,12 +31,15 @@ from hicache.storage.records import identity_with_key, namespace_digest, sorted_
 log = logging.getLogger("hicache.storage")
 
 _NAME_DIGEST_BYTES = 8
+_MAX_NAMED_KEY_BYTES, DIGEST_PREFIX = 180, "sha256."
 _MAX_USED_KEYS = 1 << 16
 _MAX_SHOWN = 200
 
 
 class RemotePageStore(ABC):
     """A `PageStore` except for the transfers, which a subclass adds: fetch, send, look up and remove a batch of values.
+
+    `on_value`: if set, threads of `get_into` call it with the key and a copy of each value that they return.
 
     A failed call is not retried: the next call reconnects, and the caller decides how often to try. `description` names
     the store in messages. Threads as for `PageStore`, except that any number of threads may write.
@@ -56,6 +62,7 @@ class RemotePageStore(ABC):
         self._description = description
         self._counters = Counters()
         self._closed = False
+        self.on_value: Callable[[bytes, memoryview], None] | None = None
         self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
         self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently used key first
@@ -103,11 +110,32 @@ class RemotePageStore(ABC):
             return [False] * len(items)
         self._drop_corrupt()
         self.sync()
-        pages: dict[bytes, PageBuffer] = {}
-        for key, page in items:
-            pages.setdefault(key, page)
-        stored = dict(zip(pages, self._send(pages, lag, deadline_s), strict=True))
+        pages = dict(reversed(items))  # the first page of a key counts
+        keys = list(dict.fromkeys(key for key, _ in items))
+        stored = dict(zip(keys, self._send({key: pages[key] for key in keys}, lag, deadline_s), strict=True))
         return [stored[key] for key, _ in items]
+
+    def get_value(self, key: bytes) -> bytes | None:
+        self._require([key])
+        value = self._fetch_value(key)
+        if value is not None and (reason := self._codecs.value_fault(key, value)):
+            self._refuse(key, reason)
+            return None
+        return value
+
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
+        self._require([key for key, _ in items])
+        self._drop_corrupt()
+        self.sync()
+        sound = dict[bytes, bytes | memoryview]()
+        for key, value in items:
+            if reason := self._codecs.value_fault(key, value):
+                log.warning("the store %s refuses a value: %s", self._description, reason)
+                self._counters.add(corrupt=1)
+            else:
+                sound.setdefault(key, value)
+        stored = dict(zip(sound, self._send_values(sound), strict=True)) if sound else {}
+        return [stored.get(key, False) for key, _ in items]
 
     def reopen(self) -> bool:
         """Return True: each call connects if there is no connection."""
@@ -154,6 +182,14 @@ class RemotePageStore(ABC):
         failure to `_failed`."""
 
     @abstractmethod
+    def _fetch_value(self, key: bytes) -> bytes | None:
+        """The bytes under a key; None if there are none, and for a failure, which is passed to `_failed`."""
+
+    @abstractmethod
+    def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
+        """Store sound values; otherwise as `_send`."""
+
+    @abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:
         """Delete values. Returns how many were present."""
 
@@ -166,8 +202,12 @@ class RemotePageStore(ABC):
 
     def _name(self, key: bytes, separator: str) -> str:
         """Return the name of a key on the server: `hicache`, the first 8 bytes of the namespace digest in hex, and the
-        key in base64url without padding; at most 707 characters."""
-        return separator.join(("hicache", self._namespace, base64.urlsafe_b64encode(key).rstrip(b"=").decode()))
+        key in base64url without padding. A key above 180 bytes has `sha256.` and its digest in hex instead, because
+        servers limit a part of a name to 255 bytes; the value names its key by its checksum."""
+        text = base64.urlsafe_b64encode(key).rstrip(b"=").decode()
+        if len(key) > _MAX_NAMED_KEY_BYTES:
+            text = f"{DIGEST_PREFIX}{hashlib.sha256(key).hexdigest()}"
+        return separator.join(("hicache", self._namespace, text))
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
         """Encode a page; the value is valid until the same thread encodes the next one."""
@@ -177,8 +217,15 @@ class RemotePageStore(ABC):
     def _decode(self, key: bytes, header: bytes, payload: memoryview, page: PageBuffer) -> bool:
         """Decode a value into `page`. Returns whether `page` has verified bytes. `payload` may lie in `page`. A value
         that does not verify is counted and deleted later, unless it is a page of another size."""
+        keep, value = self.on_value, None
+        if keep is not None:  # before decoding, which may change a payload in the page
+            value = np.empty(len(header) + len(payload), np.uint8)
+            value[: len(header)] = np.frombuffer(header, np.uint8)
+            np.copyto(value[len(header) :], np.frombuffer(payload, np.uint8))  # releases the interpreter lock
         reason = self._codecs[len(page)].decode_split(key, header, payload, page)
         if not reason:
+            if keep is not None and value is not None:
+                keep(key, value.data)
             return True
         if page_bytes_of(header) == len(page) or self._codecs.verify_stored(key, header + bytes(payload)):
             self._refuse(key, reason)

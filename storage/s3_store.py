@@ -1,25 +1,27 @@
 """Pages in a bucket of S3 or of a server with its protocol: objects `PREFIX/hicache/NAMESPACE/KEY`.
 
 The client is obstore (Rust, no dependencies); docs/decisions/037-remote-clients.md explains why. S3 does not evict and
-has no order of use: a lifecycle rule of the bucket limits the stored pages by age.
+has no order of use: a lifecycle rule of the bucket, or `hicache store prune`, removes the oldest pages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 from hicache.storage.base import PageBuffer, StoreError
-from hicache.storage.header import HEADER_BYTES
+from hicache.storage.header import HEADER_BYTES, HeaderAndPayload, page_bytes_of
 from hicache.storage.remote import RemotePageStore, first_line
 from hicache.storage.store_url import StoreUrl
 
+LEASES = "leases"  # the folder of leases in a namespace
 _MAX_RETRIES = 1  # retries, for a reused connection that the server has closed
 _NO_CREDENTIALS = "no credentials, nor a role of the machine; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 # Maps text in an error message of the client to cause and remedy. The texts are error codes of the server, and the
@@ -31,39 +33,79 @@ _CAUSES = {
 }
 
 
-class S3PageStore(RemotePageStore):
-    """A `PageStore` in S3; docs/remote.md has the options of the URL.
+class S3Bucket:
+    """A client of the bucket of a URL, `s3://bucket/prefix?options`; names are relative to the prefix. Any threads.
+    `options`: those of the URL. Opening does not connect. Raises StoreError if it cannot be opened."""
 
-    After its deadline a call starts no request, and returns when the running ones have ended. A present key keeps its
-    object if the server supports conditional writes, as AWS, MinIO and Ceph do; other servers overwrite the object with
-    a page of the same key. Opening does not connect: if the server cannot be reached, reads are misses and are counted.
-    """
-
-    def __init__(self, url: str, /, **about: Any) -> None:
-        at = StoreUrl.parse(url)
+    def __init__(self, at: StoreUrl) -> None:
         if not re.fullmatch(r"[\w.-]+", at.host, re.ASCII) or at.port or at.user or at.password:
             raise StoreError("a URL of S3 is s3://bucket/prefix?endpoint=..., with credentials in the environment")
-        options = at.options(level=1, endpoint_url="", region="", timeout_s=10.0, concurrency=16)
-        super().__init__(str(at), level=options["level"], **about)
+        options = self.options = at.options(level=1, endpoint_url="", region="", timeout_s=10.0, concurrency=16)
         try:
-            self._client: Any = importlib.import_module("obstore")
-            self._errors: Any = importlib.import_module("obstore.exceptions")
+            self.client: Any = importlib.import_module("obstore")
+            self.errors: Any = importlib.import_module("obstore.exceptions")
             s3: Any = importlib.import_module("obstore.store").S3Store
         except ImportError:
             raise StoreError("pages in S3 need the package obstore of hicache[s3]: pip install 'hicache[s3]'") from None
         limit, endpoint = timedelta(seconds=options["timeout_s"]), options["endpoint_url"]
         chosen = {"endpoint": endpoint, "region": options["region"], "prefix": at.path.strip("/")}
         try:
-            self._bucket = s3(
+            self.store: Any = s3(
                 at.host,
                 client_options={"timeout": limit, "connect_timeout": limit, "allow_http": endpoint.startswith("http:")},
                 retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": limit},
                 **{name: value for name, value in chosen.items() if value},
             )
-        except (ValueError, self._errors.BaseError) as error:
+        except (ValueError, self.errors.BaseError) as error:
             raise StoreError(f"cannot open {at}: {first_line(error)}") from None
+
+    def objects(self, prefix: str) -> Iterator[tuple[str, int, float]]:
+        """Name, length and time of the last change of each object below `prefix`. Raises StoreError."""
+        with self._operating():
+            for batch in self.client.list(self.store, prefix):
+                for each in batch:
+                    yield each["path"], each["size"], each["last_modified"].timestamp()
+
+    def get(self, name: str) -> memoryview | None:
+        """The content of an object; None if it is absent. Raises StoreError."""
+        with self._operating(), contextlib.suppress(FileNotFoundError):
+            return memoryview(self.client.get(self.store, name).bytes())
+        return None
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects. Raises StoreError."""
+        with self._operating():
+            if names:
+                self.client.delete(self.store, list(names))
+
+    @contextlib.contextmanager
+    def _operating(self) -> Iterator[None]:
+        """Translate errors of the client, except of an absent object."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (OSError, self.errors.BaseError) as error:
+            cause = next((cause for mark, cause in _CAUSES.items() if mark in str(error)), first_line(error))
+            raise StoreError(f"the bucket cannot be used: {cause}") from None
+
+
+class S3PageStore(RemotePageStore):
+    """A `PageStore` with `Leases` in S3; docs/remote.md has the options of the URL.
+
+    After its deadline a call starts no request, and returns when the running ones have ended. A present key keeps its
+    object if the server supports conditional writes, as AWS, MinIO, Ceph and SeaweedFS do; other servers overwrite the
+    object with a page of the same key. Opening does not connect: if the server cannot be reached, reads are misses and
+    are counted.
+    """
+
+    def __init__(self, url: str, /, **about: Any) -> None:
+        at = StoreUrl.parse(url)
+        opened = S3Bucket(at)
+        super().__init__(str(at), level=opened.options["level"], **about)
+        self._client, self._errors, self._bucket = opened.client, opened.errors, opened.store
         self._found_bucket = False
-        self._pool = ThreadPoolExecutor(options["concurrency"], thread_name_prefix="hicache-s3")
+        self._pool = ThreadPoolExecutor(opened.options["concurrency"], thread_name_prefix="hicache-s3")
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         def look(n: int) -> bool:
@@ -81,28 +123,50 @@ class S3PageStore(RemotePageStore):
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         def get(n: int) -> bool:
-            answer = self._client.get(self._bucket, self._name(keys[n], "/"))
-            value_bytes = answer.meta["size"]
-            if not HEADER_BYTES <= value_bytes <= self._codecs.max_value_bytes:
-                self._refuse(keys[n], f"value of {value_bytes} bytes")
-                return False
-            value = memoryview(answer.bytes())
-            return self._decode(keys[n], bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], buffers[n])
+            value = self._download(keys[n])
+            return value is not None and self._decode(
+                keys[n], bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], buffers[n]
+            )
 
         return self._each(get, len(keys), deadline_s, is_read=True)
 
-    def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        keys = list(pages)
+    def _fetch_value(self, key: bytes) -> bytes | None:
+        found: list[memoryview | None] = []
 
+        def get(_: int) -> bool:
+            found.append(self._download(key))
+            return True
+
+        self._each(get, 1, math.inf, is_read=True)
+        value = found[-1] if found else None
+        return None if value is None else bytes(value)
+
+    def _download(self, key: bytes) -> memoryview | None:
+        """The object of a key; None if no value has its length."""
+        answer = self._client.get(self._bucket, self._name(key, "/"))
+        value_bytes = answer.meta["size"]
+        if HEADER_BYTES <= value_bytes <= self._codecs.max_value_bytes:
+            return memoryview(answer.bytes())
+        self._refuse(key, f"value of {value_bytes} bytes")
+        return None
+
+    def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
+        return self._upload(list(pages), lambda key: self._encode(key, pages[key], lag), deadline_s)
+
+    def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
+        return self._upload(list(values), lambda key: HeaderAndPayload.of(values[key]), math.inf)
+
+    def _upload(
+        self, keys: Sequence[bytes], value_of: Callable[[bytes], HeaderAndPayload], deadline_s: float
+    ) -> list[bool]:
         def put(n: int) -> bool:
-            page = pages[keys[n]]
-            value = self._encode(keys[n], page, lag)
+            value = value_of(keys[n])
             parts, name = [value.header, value.payload], self._name(keys[n], "/")
             try:
                 self._client.put(self._bucket, name, parts, mode="create", use_multipart=False)
             except self._errors.AlreadyExistsError:
                 return True
-            self._written(len(page), len(value))
+            self._written(page_bytes_of(value.header), len(value))
             return True
 
         return self._each(put, len(keys), deadline_s, is_read=False)
@@ -116,6 +180,41 @@ class S3PageStore(RemotePageStore):
             return True
 
         return len(names) if all(self._each(delete, 1, math.inf, is_read=False)) else 0
+
+    def begin(self, key: bytes, until_s: float) -> bool:
+        self._require([key])
+        name, body = self._lease(key), [repr(until_s).encode()]
+
+        def put(_: int) -> bool:
+            try:
+                self._client.put(self._bucket, name, body, mode="create", use_multipart=False)
+            except self._errors.AlreadyExistsError:
+                held = self._client.get(self._bucket, name)
+                if _until_s(bytes(held.bytes())) > time.time():
+                    return False
+                known = {"e_tag": held.meta["e_tag"]}  # replace this expired lease, and no other
+                try:
+                    self._client.put(self._bucket, name, body, mode=known, use_multipart=False)
+                except (self._errors.PreconditionError, self._errors.AlreadyExistsError):
+                    return False
+            return True
+
+        return self._each(put, 1, math.inf, is_read=False) == [True]
+
+    def who(self, key: bytes) -> float | None:
+        self._require([key])
+        found: list[float] = []
+
+        def look(_: int) -> bool:
+            found.append(_until_s(bytes(self._client.get(self._bucket, self._lease(key)).bytes())))
+            return True
+
+        self._each(look, 1, math.inf, is_read=True)
+        return found[-1] if found and found[-1] > time.time() else None
+
+    def _lease(self, key: bytes) -> str:
+        folder, _, name = self._name(key, "/").rpartition("/")
+        return f"{folder}/{LEASES}/{name}"
 
     def _disconnect(self) -> None:
         self._pool.shutdown()
@@ -142,3 +241,10 @@ class S3PageStore(RemotePageStore):
                 return StoreError(f"{error}; check bucket and region, and AWS_* in the environment")
 
         return self._answers(list(self._pool.map(attempt, range(num))), is_read=is_read)
+
+
+def _until_s(text: bytes) -> float:
+    """The end of a lease; 0 for an object that is none."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return 0.0

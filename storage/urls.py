@@ -3,6 +3,7 @@
     lmdb:///path?budget=8GiB&durability=commit&level=1
     mooncake://host:50051?replicas=2
     s3://bucket/prefix?endpoint=http://host:9000
+    dir:///mnt/shared/kv
 
 Other packages add schemes by entry points of the group `hicache.stores`: the name is the scheme; the value is called
 with `(url, *, identity, formats, cipher)`, returns a `PageStore`, and raises `StoreError` with the remedy.
@@ -17,9 +18,11 @@ from typing import Any, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError
 from hicache.storage.cipher import PageCipher
+from hicache.storage.dir_store import DirPageStore
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.mooncake_store import MooncakePageStore
+from hicache.storage.mounts import network_type
 from hicache.storage.records import decisive
 from hicache.storage.s3_store import S3PageStore
 from hicache.storage.store_url import StoreUrl, scheme_of
@@ -75,11 +78,17 @@ def _parsed_lmdb(url: str) -> tuple[Path, dict[str, Any]]:
     at = StoreUrl.parse(url)
     if at.host or at.path in ("", "/"):
         raise StoreError("a URL of lmdb names a directory by its absolute path: lmdb:///var/lib/hicache?budget=8GiB")
+    if network := network_type(at.path):
+        raise StoreError(
+            f"the disk path {at.path} is on a network file system ({network}), where the index of a store is damaged; "
+            f"choose a local disk, and share pages by a remote store in that directory: dir://{at.path}"
+        )
     return Path(at.path), at.options(budget_bytes=_DEFAULT_BUDGET_BYTES, durability="relaxed", level=1)
 
 
 _OPENERS: Mapping[str, _Opener] = {
     "lmdb": _open_lmdb,
+    "dir": DirPageStore,
     "s3": S3PageStore,
     "mooncake": MooncakePageStore,
 }

@@ -22,6 +22,7 @@ from hicache.errors import ConfigError
 
 Durability = Literal["relaxed", "commit"]
 Backup = Literal["all", "none"]
+Copies = Literal["used", "all", "none"]
 Transport = Literal["process", "inline"]
 Auto = Literal["auto"]
 
@@ -124,3 +125,27 @@ class RemoteConfig:
 
     def __repr__(self) -> str:
         return f"RemoteConfig(url={short_repr(self.url.split('://')[0])}, backup={self.backup!r})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedStoreConfig:
+    """The remote store behind the store of a machine: the process of that store copies its pages there, and stores the
+    pages that are read from there."""
+
+    url: Annotated[str, Url("the store, like mooncake://host:50051, s3://bucket/prefix or dir:///mnt/shared/kv")]
+    backup: Annotated[
+        Copies,
+        Choice(
+            "copied pages: used: those that a request used again, and those of prompts that take longer than a second "
+            "to compute; all; none: the remote store is only read",
+            get_args(Copies),
+        ),
+    ] = "used"
+
+    def __post_init__(self) -> None:
+        settle(self, "remote ")
+        if not self.url:
+            raise ConfigError("remote url is empty; give the store, like mooncake://host:50051")
+
+    def __repr__(self) -> str:
+        return f"SharedStoreConfig(url={short_repr(self.url.split('://')[0])}, backup={self.backup!r})"

@@ -80,7 +80,16 @@ from hicache.pages.key import Tokens
 from hicache.pages.misses import MissReason
 from hicache.pages.states import COPY, HELD, READ, Counts
 from hicache.pages.table import NO_ROWS, Columns, Mask, Rows
-from hicache.storage.process.jobs import FindDone, FindJob, PageRows, ReadClass, ReadDone, ReadJob, Stalled
+from hicache.storage.process.jobs import (
+    FindDone,
+    FindJob,
+    LeaseDone,
+    PageRows,
+    ReadClass,
+    ReadDone,
+    ReadJob,
+    Stalled,
+)
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 log = logging.getLogger(__name__)
@@ -1114,7 +1123,8 @@ class Prefetcher(Movement):
         request was affected. Few polls without news do more than look for answers."""
         answers = list[FindDone | ReadDone | Stalled]()
         for tier in self._tiers:
-            answers += tier.reads.poll()
+            # An engine asks for no leases.
+            answers += (done for done in tier.reads.poll() if not isinstance(done, LeaseDone))
         if not (answers or self._requests):
             return False
         answered, now_s = self._enter(answers) if answers else [], self._clock()

@@ -22,7 +22,17 @@ from typing import ParamSpec, TypeVar
 
 from hicache.storage import PageBuffer
 from hicache.storage.process.frames import Outcome
-from hicache.storage.process.jobs import FindDone, FindJob, Job, ReadJob, RemoveJob, Stalled, WriteJob
+from hicache.storage.process.jobs import (
+    FindDone,
+    FindJob,
+    Job,
+    ReadDone,
+    ReadJob,
+    RemoveJob,
+    Stalled,
+    WriteDone,
+    WriteJob,
+)
 from hicache.storage.process.shared_memory import new_memory
 from hicache.stores.tier import StoreTier
 
@@ -276,9 +286,9 @@ class WaitingTier:
             self._release(job)
         if is_late:
             return
-        if not isinstance(outcome, FindDone):
+        if isinstance(outcome, ReadDone | WriteDone):
             job.ok = list(outcome.ok)
-        elif outcome.answered:
+        elif isinstance(outcome, FindDone) and outcome.answered:
             job.ok = list(outcome.others)
 
     def _release(self, job: _StagedJob) -> None:

@@ -13,10 +13,13 @@ from hicache.console import path_flag, path_of, say
 from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
+from hicache.storage.process.settings import BACKUPS, RemoteSettings
 from hicache.storage.urls import disk_of
-from hicache.store_command import commands
+from hicache.store_command import commands, shared
 from hicache.store_command.reporting import LogCapture, Steps
 from hicache.store_command.smaller_budget import asks_on_terminal, confirm_smaller_budget
+
+_MAX_SHARED_BYTES = 1 << 60
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +50,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         subparsers, commands.prune_stores, "prune", "remove complete stores of a path that no process has open"
     )
     days = Integer("remove stores that no engine has used for this many days; 0: all", minimum=0, maximum=36500)
-    pruning.add_argument("--unused-days", type=as_flag(days), metavar="N", help=days.help)
+    budget = Size("of a shared store: remove the pages used longest ago until this size is kept", 0, _MAX_SHARED_BYTES)
+    choice = pruning.add_mutually_exclusive_group()
+    choice.add_argument("--unused-days", type=as_flag(days), metavar="N", help=days.help)
+    choice.add_argument("--budget", type=as_flag(budget), metavar="SIZE", help=budget.help)
     pruning.add_argument("--model", metavar="NAME", help="remove stores of this model only, as `stat` names it")
 
     copying = _add(subparsers, commands.copy, "copy", "copy stores, also open ones, to another disk path; a backup")
@@ -60,6 +66,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     help = "serve a store to the engines and servers of this machine, until SIGTERM"
     serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
     serving.add_argument("url", metavar="URL", help="the store, like lmdb:///var/lib/hicache?budget=100GiB")
+    serving.add_argument("--remote", default="", metavar="URL", help="remote store, like s3://bucket/prefix")
+    backup = "pages that are copied to the remote store; used: those used again or slow to compute (default: used)"
+    serving.add_argument("--backup", choices=BACKUPS, default="used", help=backup)
     serving.add_argument(
         "--socket", required=True, type=path_of, metavar="PATH", help="engines name it as disk path unix:PATH"
     )
@@ -77,11 +86,12 @@ def run(flags: argparse.Namespace) -> int:
             at = disk_of(flags.url)
             if at is not None and not flags.yes:
                 confirm_smaller_budget(*at, ask=asks_on_terminal())
-            serve(flags.url, flags.socket)
+            serve(flags.url, flags.socket, RemoteSettings(flags.remote, flags.backup))
         return 0
     with LogCapture() as log, CalmInterrupt() as calm:
         progress = Steps(calm, is_shown=not flags.json)
-        outcome: commands.Outcome = flags.run_command(commands.Task(flags, progress, log))
+        task = commands.Task(flags, progress, log)
+        outcome = shared.run(task) if "://" in flags.path else flags.run_command(task)
     for message in log.messages:
         say(f"hicache: warning: {message}")
     text = json.dumps(outcome.stats) if flags.json else outcome.text
@@ -97,10 +107,17 @@ def _add(
     help: str,
 ) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
-    parser.add_argument("path", type=path_flag, metavar="DIR", help="the directory of the store, or of its path")
+    help = "the directory of the store, or of its path"
+    if name in shared.COMMANDS:
+        help = f"{help}, or the URL of a shared store, like dir:///mnt/shared/kv or s3://bucket/prefix"
+    parser.add_argument("path", type=_path_or_url, metavar="DIR", help=help)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run_command=run_command)
     return parser
+
+
+def _path_or_url(text: str) -> str:
+    return text if "://" in text else path_flag(text)
 
 
 def _takes_key(parser: argparse.ArgumentParser) -> None:

@@ -148,6 +148,8 @@ def prune_stores(task: Task) -> Outcome:
     """Remove the stores of a directory that were not used for some days, or that are of one model. Stores that are open
     stay."""
     days, model = task.flags.unused_days, task.flags.model
+    if task.flags.budget is not None:
+        raise ConfigError("--budget is for shared stores; give dir:///PATH or s3://bucket, or --unused-days for a disk")
     if days is None and model is None:
         raise ConfigError("give --unused-days N, --model NAME, or both: prune removes the stores that fit both")
     if not task.folder.is_dir():

@@ -1,11 +1,13 @@
 """A tier below memory from an engine's view: the client of its store, and its metrics.
 
 open_tier    the store runs in a process started for it, or in an operator's process behind unix:/path/of/socket
+open_remote  the remote store of the same process as that of another tier
 given_tier   the store is a Python object of the caller, and runs in a thread of this process
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,9 +18,10 @@ from hicache.storage.base import PageStore
 from hicache.storage.owner import OwnerProcess
 from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
 from hicache.storage.process.settings import ServiceSettings
-from hicache.storage.process.shared_memory import QUEUE_NUMBERS
+from hicache.storage.process.shared_memory import BACKUP_NUMBERS, QUEUE_NUMBERS
 from hicache.storage.process.stores import OpenStores, StoreRequest
-from hicache.storage.process.transports import InlineServer, OwnProcess, ServedSocket, Transport
+from hicache.storage.process.transports import InlineServer, JoinedClient, OwnProcess, ServedSocket, Transport
+from hicache.tiers import DISK
 
 JOB_PAGES = 8
 
@@ -48,6 +51,18 @@ _STORE_METRICS: dict[str, tuple[str, MetricType, str]] = {
     "write_errors": ("write_errors", "counter", "writes that failed on the medium"),
     "read_only": ("read_only_flag", "gauge", "1 while the store accepts no pages, after a write failed"),
 }
+# By number of `BACKUP_NUMBERS`: pages that the store process copies to a remote store, and pages from there.
+_BACKUP_METRICS: dict[str, tuple[MetricType, str]] = {
+    "queued_pages": ("gauge", "pages that wait for their copy to the remote store"),
+    "queued_bytes": ("gauge", "bytes of these pages"),
+    "sent_pages": ("counter", "pages copied to the remote store"),
+    "sent_bytes": ("counter", "bytes of these pages, as stored"),
+    "dropped_pages": ("counter", "pages not copied, because the queue was full or the store was closed"),
+    "failed_pages": ("counter", "pages that the remote store did not store"),
+    "state": ("gauge", "the breaker of copies to the remote store: 0 closed, 1 half open, 2 open or not connected"),
+    "filled_pages": ("counter", "pages that were read from the remote store and are in this one now"),
+    "unfilled_pages": ("counter", "pages that were read from the remote store and that this one did not store"),
+}
 _QUEUE_METRICS: dict[str, tuple[MetricType, str]] = {
     "state": ("gauge", "the breaker of reads or writes: 0 closed, 1 half open, 2 open"),
     "opens": ("counter", "times that the breaker opened"),
@@ -58,6 +73,7 @@ _QUEUE_METRICS: dict[str, tuple[MetricType, str]] = {
     "queued_bytes": ("gauge", "bytes of the pages of queued jobs"),
 }
 assert tuple(_QUEUE_METRICS) == QUEUE_NUMBERS
+assert tuple(_BACKUP_METRICS) == BACKUP_NUMBERS
 
 
 class StoreTier(StoreClient):
@@ -124,6 +140,8 @@ class StoreTier(StoreClient):
             "drive_writes_per_day": stats.drive_writes_per_day,
             **{name: getattr(stats, field) for field, (name, _, _) in _STORE_METRICS.items()},
         }
+        if self.name == DISK.name:
+            found |= {f"backup_{name}": n for name, n in zip(BACKUP_NUMBERS, self.status.backup, strict=True)}
         return {f"{self.name}.{metric}": value for metric, value in found.items()}
 
 
@@ -143,6 +161,8 @@ def register_tier(
         metrics.read_from(described, partial(queue_numbers, queue), families)
     described = {f"{name}.{metric}": about for metric, about in _PROCESS_METRICS.items()}
     described |= {f"{name}.{metric}": (type_, help) for metric, type_, help in _STORE_METRICS.values()}
+    if name == DISK.name:
+        described |= {f"{name}.backup_{metric}": about for metric, about in _BACKUP_METRICS.items()}
     metrics.read_from(described, numbers, {f"{name}.used_ratio": ("tier_used_ratio", {"tier": name})})
 
 
@@ -164,6 +184,23 @@ def open_tier(
     else:
         transport = OwnProcess()
     return StoreTier(transport, request, job_pages=job_pages, clock=clock)
+
+
+def open_remote(
+    tier: StoreTier,
+    request: StoreRequest,
+    *,
+    job_pages: int = JOB_PAGES,
+    clock: Callable[[], float] = time.monotonic,
+) -> StoreTier:
+    """The tier over the remote store of the process that serves `tier`: its own, or that of `request.remote`.
+
+    `request`: as for `tier`, with settings for a remote store (`ServiceSettings.of_remote`). Pages that are read here
+    are stored in the store of `tier` as well. Close it before `tier`. While the process of `tier` is lost, this tier is
+    lost too. Raises as `open_tier`.
+    """
+    asked = dataclasses.replace(request, opens_remote=True)
+    return StoreTier(JoinedClient(tier), asked, job_pages=job_pages, clock=clock)
 
 
 def given_tier(

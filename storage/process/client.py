@@ -17,12 +17,13 @@ import enum
 import itertools
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from hicache.storage.base import PageBuffer, StoreError, StoreStats, is_lasting
+from hicache.storage.base import PageBuffer, StoreError, StoreStats, StoreUnavailable, is_lasting
 from hicache.storage.process import frames
 from hicache.storage.process.frames import NO_PAGES, Body, Connection, ConnectionEnded, Kind
 from hicache.storage.process.jobs import (
@@ -30,8 +31,9 @@ from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
     Job,
+    Question,
+    QuestionDone,
     ReadClass,
-    ReadDone,
     ReadJob,
     RemoveJob,
     Stalled,
@@ -55,8 +57,8 @@ _STALLED_CLOSE_S = 0.5  # maximum time for which `close` waits if a thread of th
 
 
 _PAGES = attrgetter("pages")
-J = TypeVar("J", FindJob | ReadJob, WriteJob | RemoveJob)
-D = TypeVar("D", FindDone | ReadDone, WriteDone)
+J = TypeVar("J", Question, WriteJob | RemoveJob)
+D = TypeVar("D", QuestionDone, WriteDone)
 
 
 class State(enum.IntEnum):
@@ -172,7 +174,8 @@ class StoreClient:
     """A client of one store; the module describes its states. Call `open` before use. `reads` and `writes` accept jobs
     and return their outcomes; each has at most `max_jobs` in flight. `in_process`: a thread of this process serves the
     store, so pages may lie in any memory. `times_lost`: how often the process ended or hung. `note`: the bytes that
-    `keep` stored, once the store is open. `clock`: seconds; deadlines are times of this clock.
+    `keep` stored, once the store is open. `has_remote`: the process has a remote store, which `join` and a request with
+    `opens_remote` reach; known once the store is open. `clock`: seconds; deadlines are times of this clock.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class StoreClient:
         self.clock = clock
         self._limits = request.settings.limits
         transport.keep(self)
-        self.reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone]
+        self.reads: ClientQueue[Question, QuestionDone]
         self.reads = ClientQueue(self, "reads", max_jobs, unserved_read)
         self.writes: ClientQueue[WriteJob | RemoveJob, WriteDone]
         self.writes = ClientQueue(self, "writes", max_jobs, unserved_write)
@@ -200,6 +203,7 @@ class StoreClient:
         self.times_lost = 0
         self.page_sizes = tuple[int, ...]()
         self.note = b""
+        self.has_remote = False
         self._is_closing = False
         self._error: StoreError | None = None
         self.last_message_s = 0.0  # of the process, or of the last request after idling, on `time.monotonic`
@@ -282,6 +286,21 @@ class StoreClient:
     def _takes_hints(self) -> bool:
         """Whether the store is open and the connection has capacity for frames that may get lost."""
         return self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES
+
+    def join(self) -> socket.socket:
+        """Connect one more client to the process of this one; returns its end of the connection. StoreUnavailable while
+        the process has not opened the store of this client."""
+        if self._connection is None or not self.is_open:
+            raise StoreUnavailable("the store process of this machine has not opened its store")
+        client_end, server_end = socket.socketpair()
+        with server_end:
+            try:
+                self._connection.send_with(server_end.fileno(), frames.frame(Kind.JOIN))
+            except ConnectionEnded as ended:
+                client_end.close()
+                self._lose(f"the store process ended: {ended}")
+                raise StoreUnavailable(str(ended)) from ended
+        return client_end
 
     def keep(self, note: bytes) -> None:
         """Store a few bytes for the next client that opens the store. Not durable: a kill of the process loses them."""
@@ -451,7 +470,7 @@ class StoreClient:
         if kind is Kind.ALIVE:
             return
         if kind is Kind.OPENED:
-            self.page_sizes, self.note = body.opened()
+            self.page_sizes, self.note, self.has_remote = body.opened()
             if self.state is State.OPENING:
                 self.state = State.OPEN
                 if self.times_lost:

@@ -12,9 +12,9 @@
 
 Memory is shared: `MEMORY` has its number and size, and the descriptor is attached to its first byte (SCM_RIGHTS).
 Memory 0 is the address space of the client, for a server in the same process; its offsets are addresses. `OPEN` has the
-descriptor of the shared status (see `status`). `NOTE` has the bytes that the store keeps for clients, at most
-`MAX_NOTE_BYTES`; `OPENED` returns them, in hexadecimal digits. Bodies of OPEN, OPENED and FAILED are JSON, because they
-are sent only once.
+descriptor of the shared status (see `shared_memory`). `JOIN` has the descriptor of a socket, whose other end is one
+more client. `NOTE` has the bytes that the store keeps for clients, at most `MAX_NOTE_BYTES`; `OPENED` returns them, in
+hexadecimal digits. Bodies of OPEN, OPENED and FAILED are JSON, because they are sent only once.
 
 Neither side trusts lengths: an invalid frame raises `FrameError` or another ValueError, and the connection ends.
 """
@@ -40,7 +40,10 @@ from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
     Job,
+    LeaseDone,
+    LeaseJob,
     PageBytes,
+    QuestionDone,
     ReadClass,
     ReadDone,
     ReadJob,
@@ -62,10 +65,13 @@ OWN_MEMORY = 0  # the number of the address space that client and server share w
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-_JOB = struct.Struct("<qibdII")  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages
+# The deadline: of a lease, its end. The number: of a find, how many keys are `keys`, not `others`; 1: remove all pages,
+# or a write is costly.
+_JOB = struct.Struct("<qibdII")
 _CANCEL = struct.Struct("<qi")
 _KEEP = struct.Struct("<d")
-_OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or a stalled job is a write; the number: of pages
+# The flag: a find is answered, a lease has begun, or a stalled job is a write. The number: of pages.
+_OUTCOME = struct.Struct("<qiBId")
 _MEMORY = struct.Struct("<IQ")
 _ERRORS: dict[str, Callable[[str], StoreError]] = {
     error.__name__: error for error in (StoreCorrupt, StoreLocked, StoreMismatch, StoreUnavailable)
@@ -90,6 +96,8 @@ class Kind(enum.IntEnum):
     REMOVE = 9
     NOTE = 10
     KEEP = 11
+    JOIN = 12
+    LEASE = 13
     OPENED = 32
     FAILED = 33
     FOUND = 34
@@ -97,6 +105,7 @@ class Kind(enum.IntEnum):
     WRITTEN = 36
     STALLED = 37
     ALIVE = 38
+    LEASED = 39
 
 
 # Frames with keys, or with one byte for each key.
@@ -116,7 +125,7 @@ class Pages:
 
 
 NO_PAGES = Pages(OWN_MEMORY, 0, array("Q"))
-Outcome: TypeAlias = FindDone | ReadDone | WriteDone | Stalled
+Outcome: TypeAlias = QuestionDone | WriteDone | Stalled
 
 
 def frame(kind: Kind, *parts: bytes) -> bytes:
@@ -140,8 +149,12 @@ def of_jobs(jobs: Sequence[Job], pages: Pages) -> bytes:
             kind, keys, number = Kind.FIND, (*job.keys, *job.others), len(job.keys)
         elif isinstance(job, ReadJob):
             kind, deadline_s = Kind.READ, job.deadline_s
+        elif isinstance(job, LeaseJob):
+            kind, deadline_s = Kind.LEASE, job.until_s
         elif isinstance(job, RemoveJob):
             kind, number = Kind.REMOVE, job.keys is None
+        else:
+            number = job.is_costly
         heads.append(_JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number, len(keys)))
         all_keys += keys
     places = _PAGES.pack(pages.memory, pages.page_bytes, len(pages.offsets)) + pages.offsets.tobytes()
@@ -160,8 +173,9 @@ def memory(number: int, num_bytes: int) -> bytes:
     return frame(Kind.MEMORY, _MEMORY.pack(number, num_bytes))
 
 
-def opened(page_sizes: Sequence[int], note: bytes) -> bytes:
-    return frame(Kind.OPENED, json.dumps({"page_sizes": page_sizes, "note": note.hex()}).encode())
+def opened(page_sizes: Sequence[int], note: bytes, *, has_remote: bool) -> bytes:
+    about = {"page_sizes": page_sizes, "note": note.hex(), "has_remote": has_remote}
+    return frame(Kind.OPENED, json.dumps(about).encode())
 
 
 def failed(error: Exception) -> bytes:
@@ -177,6 +191,8 @@ def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
         kind, number, seconds, ok = Kind.READ_DONE, done.asked, done.seconds, done.ok
     elif isinstance(done, WriteDone):
         kind, number, seconds, ok, removed = Kind.WRITTEN, done.num_new, done.seconds, done.ok, done.removed
+    elif isinstance(done, LeaseDone):
+        kind, flag, seconds = Kind.LEASED, done.has_begun, done.until_s
     else:
         kind = Kind.STALLED
     head = _OUTCOME.pack(done.ticket, done.batch, flag, number, seconds)
@@ -236,10 +252,14 @@ class Body:
             keys = all_keys[start:end]
             if kind is Kind.FIND:
                 jobs.append(FindJob(ticket, keys[:number], ReadClass(queue_class), keys[number:], batch))
+            elif kind is Kind.LEASE:
+                if num_keys != 1:
+                    raise FrameError(f"a lease of {num_keys} keys")
+                jobs.append(LeaseJob(ticket, keys[0], deadline_s, batch))
             elif kind is Kind.REMOVE:
                 jobs.append(RemoveJob(ticket, None if number else keys, batch))
             elif kind is Kind.WRITE:
-                jobs.append(WriteJob(ticket, keys, pages[start:end], batch))
+                jobs.append(WriteJob(ticket, keys, pages[start:end], batch, bool(number)))
             else:
                 cancelled = threading.Event()
                 job = ReadJob(ticket, batch, keys, pages[start:end], cancelled, deadline_s, ReadClass(queue_class))
@@ -266,12 +286,12 @@ class Body:
         except (ValueError, RecursionError) as error:
             raise FrameError(f"a frame brings no JSON: {error}") from None
 
-    def opened(self) -> tuple[tuple[int, ...], bytes]:
-        """Parse OPENED: the page sizes of the store in bytes, and its note."""
+    def opened(self) -> tuple[tuple[int, ...], bytes, bool]:
+        """Parse OPENED: the page sizes of the store in bytes, its note, and whether the process has a remote store."""
         try:
             match self.json():
-                case {"page_sizes": [*sizes], "note": str(note)}:
-                    return tuple(map(int, sizes)), bytes.fromhex(note)
+                case {"page_sizes": [*sizes], "note": str(note), "has_remote": bool(has_remote)}:
+                    return tuple(map(int, sizes)), bytes.fromhex(note), has_remote
         except TypeError:
             pass
         raise FrameError("the store process sent an invalid answer: OPENED cannot be parsed")
@@ -289,6 +309,8 @@ class Body:
         ok, removed = tuple(map(bool, self.take(count))), self.keys()
         if kind is Kind.FOUND:
             return FindDone(ticket, number, bool(flag), ok, batch), False
+        if kind is Kind.LEASED:
+            return LeaseDone(ticket, bool(flag), seconds, batch), False
         if kind is Kind.READ_DONE:
             return ReadDone(ticket, batch, ok, number, seconds), False
         if kind is Kind.WRITTEN:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hicache.storage.process.health import Breaker, Limits, Watchdog
-from hicache.storage.process.jobs import Job, Stalled
+from hicache.storage.process.jobs import Job, Stalled, ValueJob
 
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=Job | ValueJob)
 D = TypeVar("D")
 
 

@@ -67,6 +67,33 @@ class FindJob:
 
 
 @dataclass(frozen=True)
+class LeaseJob:
+    """Take the lease of `key` until `until_s`, or ask for its end if `until_s` is 0 (`hicache.storage.base.Leases`)."""
+
+    ticket: int
+    key: bytes
+    until_s: float = 0.0
+    batch: int = FIND
+    queue_class = ReadClass.URGENT_FIND
+    pages = ()
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        return (self.key,)
+
+
+@dataclass(frozen=True)
+class LeaseDone:
+    """Answer to a `LeaseJob`. `has_begun`: the client has the lease. `until_s`: the end of the lease in seconds since
+    1970, also of another machine's; 0 if there is none, the store has no leases or fails."""
+
+    ticket: int
+    has_begun: bool = False
+    until_s: float = 0.0
+    batch: int = FIND
+
+
+@dataclass(frozen=True)
 class FindDone:
     """Answer to a `FindJob`. `num_pages`: number of `keys` without a gap. `others[i]`: whether the store has that key.
     `answered`: False if the store was not asked or failed."""
@@ -108,13 +135,32 @@ class ReadDone:
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Store `pages` under `keys`."""
+    """Store `pages` under `keys`. `is_costly`: their prompt takes longer than a second to compute, so that they are
+    worth a copy in a remote store before a request uses them."""
 
     ticket: int
     keys: tuple[bytes, ...]
     pages: Sequence[PageBytes]
     batch: int = 0
+    is_costly: bool = False
     queue_class = 0
+
+
+@dataclass(frozen=True)
+class ValueJob:
+    """Store `values` of another store of this process under `keys`, after the writes of clients. Only threads of the
+    process submit it."""
+
+    keys: tuple[bytes, ...]
+    values: tuple[bytes | memoryview, ...]
+    ticket: int = 0
+    batch: int = 0
+    queue_class = 1
+
+    @property
+    def pages(self) -> Sequence[PageBytes]:
+        """The bytes of the values."""
+        return [np.frombuffer(value, np.uint8) for value in self.values]
 
 
 @dataclass(frozen=True)
@@ -155,4 +201,6 @@ class Stalled:
     batch: int
 
 
-Job: TypeAlias = FindJob | ReadJob | WriteJob | RemoveJob
+Question: TypeAlias = FindJob | ReadJob | LeaseJob
+QuestionDone: TypeAlias = FindDone | ReadDone | LeaseDone
+Job: TypeAlias = Question | WriteJob | RemoveJob

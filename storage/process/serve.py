@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hicache.storage.base import StoreError, StoreLocked
 from hicache.storage.process.server import Server
-from hicache.storage.process.stores import OpenStores
+from hicache.storage.process.settings import RemoteSettings
+from hicache.storage.process.stores import NO_REMOTE, OpenStores
 from hicache.storage.store_url import scheme_of
 
 log = logging.getLogger(__name__)
@@ -19,16 +20,17 @@ log = logging.getLogger(__name__)
 _BACKLOG = 64
 
 
-def serve(url: str, path: Path) -> None:
+def serve(url: str, path: Path, remote: RemoteSettings = NO_REMOTE) -> None:
     """Serve the store of `url` to engines of this user, at the Unix socket `path`, until SIGTERM or SIGINT; then close
-    the stores.
+    the stores. Pages are copied to the `remote` store.
 
     On a disk each identity has its own subfolder of the URL's folder. Raises StoreError for an invalid URL or path,
     StoreLocked if another process serves at the path.
     """
-    scheme_of(url)
+    for each in filter(None, (url, remote.url)):
+        scheme_of(each)
     with _listening(path) as listener:
-        server = Server(OpenStores(url), listener=listener)
+        server = Server(OpenStores(url, remote=remote), listener=listener)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         log.info("stores of %s are served at %s", scheme_of(url), path)

@@ -13,13 +13,15 @@ import dataclasses
 import errno
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError, StoreStats
+from hicache.storage.dir_store import DirPageStore
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.maintenance import evict
 from hicache.storage.process.health import Breaker, BreakerToken, Watchdog
@@ -27,14 +29,21 @@ from hicache.storage.process.io_queue import IoQueue, Queued
 from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
+    LeaseDone,
+    LeaseJob,
+    Question,
+    QuestionDone,
     ReadClass,
     ReadDone,
     ReadJob,
     RemoveJob,
+    ValueJob,
     WriteDone,
     WriteJob,
 )
 from hicache.storage.process.settings import ServiceSettings
+from hicache.storage.process.shared_memory import BACKUP_NUMBERS
+from hicache.storage.s3_store import S3PageStore
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +60,29 @@ class _Fault(NamedTuple):
     lasting: bool = False
 
 
-_Read: TypeAlias = Queued[FindJob | ReadJob, FindDone | ReadDone]
-_Write: TypeAlias = Queued[WriteJob | RemoveJob, WriteDone]
+_Read: TypeAlias = Queued[Question, QuestionDone]
+_Change: TypeAlias = WriteJob | RemoveJob | ValueJob
+_Write: TypeAlias = Queued[_Change, WriteDone]
+_MAX_FILL_BYTES = 256 << 20  # values from a remote store that wait for the writer
+
+
+class Copies(Protocol):
+    """The copies of a store's pages in a remote store, as `StoreService` uses them (`replicator.Replicator`)."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def wrote(self, keys: Sequence[bytes], page_bytes: int, *, is_costly: bool) -> None: ...
+
+    def used(self, keys: Sequence[bytes]) -> None: ...
+
+    def know(self, keys: Iterable[bytes]) -> None: ...
+
+    def look(self) -> None: ...
+
+    def numbers(self) -> tuple[float, ...]: ...
+
+    def close(self) -> None: ...
 
 
 class StoreService:
@@ -61,7 +91,8 @@ class StoreService:
 
     `owns_store`: `close` also closes the store; otherwise `close` syncs it, and it stays open for its owner. `clock`:
     seconds; the jobs' deadlines are times of this clock. `removed`: list to which the store appends, during calls of
-    the writer, the keys of pages that it removes; None if no client wants them.
+    the writer, the keys of pages that it removes; None if no client wants them. `copies`: set once, before the first
+    job, if pages are copied to a remote store. `has_remote`: whether clients can open that remote store.
     """
 
     def __init__(
@@ -79,12 +110,16 @@ class StoreService:
         self.clock = clock
         self._removed = removed if removed is not None else []
         self.failed_touches = 0
+        self.copies: Copies | None = None
+        self.has_remote = False
+        self._fill_lock = threading.Lock()
+        self._fill_bytes = self._num_filled = self._num_unfilled = 0
         self._stats = StoreStats()
         self._stats_fail = False
         queue_jobs, limits, name = settings.queue_jobs, settings.limits, settings.name
-        self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
+        self.reads: IoQueue[Question, QuestionDone]
         self.reads = IoQueue("reads", queue_jobs, unserved_read, limits, clock, name)
-        self.writes: IoQueue[WriteJob | RemoveJob, WriteDone]
+        self.writes: IoQueue[_Change, WriteDone]
         self.writes = IoQueue("writes", queue_jobs, unserved_write, limits, clock, name)
         try:
             self.reads.start(settings.readers, self._read_loop)
@@ -97,6 +132,8 @@ class StoreService:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Count pages as used by a request, in the order of its prompt; any tier may have served them."""
+        if self.copies is not None:
+            self.copies.used(keys)
         self._hint(partial(self.store.touch, keys))
 
     def keep_until(self, keys: Sequence[bytes], deadline_s: float) -> None:
@@ -144,23 +181,48 @@ class StoreService:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a job is queued or running."""
-        return self.reads.is_busy or self.writes.is_busy
+        """Return whether a job or a copy is queued or running."""
+        return self.reads.is_busy or self.writes.is_busy or (self.copies is not None and self.copies.is_busy)
 
     def look(self) -> None:
         """Announce stalled threads. Never blocks."""
         self.reads.look()
         self.writes.look()
+        if self.copies is not None:
+            self.copies.look()
 
     def numbers(self) -> dict[str, tuple[float, ...]]:
-        """Return the numbers of both queues, for the shared status."""
-        return {"reads": self.reads.numbers(), "writes": self.writes.numbers()}
+        """Return the numbers of both queues and of the copies, for the shared status."""
+        copies = self.copies.numbers() if self.copies is not None else (0,) * (len(BACKUP_NUMBERS) - 2)
+        backup = *copies, self._num_filled, self._num_unfilled
+        return {"reads": self.reads.numbers(), "writes": self.writes.numbers(), "backup": backup}
+
+    def fill(self, key: bytes, value: memoryview) -> None:
+        """Store a value that a read of the remote store returned, after the writes of clients. It is dropped, and
+        counted, while the writer refuses writes or too many values wait. Any thread; does not block."""
+        with self._fill_lock:
+            if self.writes.refuses() or self._fill_bytes + len(value) > _MAX_FILL_BYTES:
+                self._num_unfilled += 1
+                return
+            self._fill_bytes += len(value)
+        if self.copies is not None:
+            self.copies.know([key])
+        self.writes.submit(ValueJob((key,), (value,)), partial(self._filled, len(value)))
+
+    def _filled(self, num_bytes: int, outcome: object) -> None:
+        if isinstance(outcome, WriteDone):
+            with self._fill_lock:
+                self._fill_bytes -= num_bytes
+                self._num_filled += sum(outcome.ok)
+                self._num_unfilled += outcome.ok.count(False)
 
     def close(self) -> None:
         """Finish the queued jobs, end the threads, and close or sync the store; blocks while the disk stalls. Must not
         be called on the serving thread. Raises the error of closing the store."""
         if self._owns_store and isinstance(self.store, LmdbPageStore):
             self.store.announce_close()
+        if self.copies is not None:
+            self.copies.close()
         self.writes.stop()
         self.reads.stop()
         if self._owns_store:
@@ -192,7 +254,7 @@ class StoreService:
             watchdog.begin([item], token)
             answer = unserved_read(job)
             try:
-                answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
+                answer = self._answer(job, token)
             except Exception:  # the thread must continue with the jobs of other clients
                 log.exception("a read of the %s tier failed", self._settings.name)
             watchdog.end()
@@ -252,6 +314,25 @@ class StoreService:
         """Return whether the job was cancelled or its deadline has passed."""
         return job.cancelled.is_set() or self.clock() >= job.deadline_s
 
+    def _answer(self, job: Question, token: BreakerToken) -> QuestionDone:
+        if isinstance(job, LeaseJob):
+            return self._lease(job, token)
+        return self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
+
+    def _lease(self, job: LeaseJob, token: BreakerToken) -> LeaseDone:
+        store, end_s = self.store, 0.0
+        if not isinstance(store, DirPageStore | S3PageStore):
+            return LeaseDone(job.ticket, batch=job.batch)
+
+        def ask() -> list[bool]:
+            nonlocal end_s
+            has_begun = bool(job.until_s) and store.begin(job.key, job.until_s)
+            end_s = job.until_s if has_begun else store.who(job.key) or 0.0
+            return [has_begun]
+
+        begun, _ = self._ask_to_read(ask, token, proves=False)
+        return LeaseDone(job.ticket, any(begun), end_s, job.batch)
+
     def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
         keys = (*job.keys, *job.others)
         held, answered = self._ask_to_read(lambda: _one_each(self.store.contains(keys), keys), token, proves=False)
@@ -269,6 +350,8 @@ class StoreService:
             part = slice(len(ok), len(ok) + part_pages)
             got, _ = self._ask_to_read(partial(self._get, job, part), token, job.deadline_s)
             ok += got or [False] * len(job.keys[part])
+        if self.copies is not None and any(ok):
+            self.copies.used([key for key, hit in zip(job.keys, ok, strict=False) if hit])
         missing = [False] * (len(job.keys) - len(ok))
         return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
 
@@ -276,11 +359,13 @@ class StoreService:
         until_s = time.monotonic() + job.deadline_s - self.clock()
         return _one_each(self.store.get_into(job.keys[part], job.pages[part], deadline_s=until_s), job.keys[part])
 
-    def _change(self, jobs: list[WriteJob | RemoveJob], token: BreakerToken) -> list[WriteDone]:
+    def _change(self, jobs: list[_Change], token: BreakerToken) -> list[WriteDone]:
         answers: list[WriteDone] = []
         for kind, run in groupby(jobs, type):
             if kind is WriteJob:
                 answers += self._write([job for job in run if isinstance(job, WriteJob)], token)
+            elif kind is ValueJob:
+                answers += self._put_values([job for job in run if isinstance(job, ValueJob)], token)
             else:
                 answers += [self._remove(job, token) for job in run if isinstance(job, RemoveJob)]
         return answers
@@ -333,8 +418,23 @@ class StoreService:
                 )
             )
             self._removed.clear()
+            if self.copies is not None and len(job.pages):
+                stored_keys = [key for key, ok in zip(job.keys, stored[start:end], strict=True) if ok]
+                self.copies.wrote(stored_keys, job.pages[0].nbytes, is_costly=job.is_costly)
             start = end
         return answers
+
+    def _put_values(self, jobs: list[ValueJob], token: BreakerToken) -> list[WriteDone]:
+        """Store the values of all jobs in one call; returns one answer for each job. The next answer to a client's
+        write has the keys of pages that this removes."""
+        items = [item for job in jobs for item in zip(job.keys, job.values, strict=True)]
+
+        def put() -> list[bool]:
+            self._require_writable(token)
+            return _one_each(self.store.put_values(items), items)
+
+        stored = iter(self._ask_to_write(put, token) or [False] * len(items))
+        return [WriteDone(job.ticket, tuple(next(stored) for _ in job.keys), job.batch) for job in jobs]
 
     def _ask_to_read(
         self, call: Callable[[], list[bool]], token: BreakerToken, until_s: float = math.inf, *, proves: bool = True
@@ -405,11 +505,13 @@ def _emptied(store: PageStore) -> bool:
     return store.stats().entries == 0
 
 
-def unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:
+def unserved_read(job: Question) -> QuestionDone:
+    if isinstance(job, LeaseJob):
+        return LeaseDone(job.ticket, batch=job.batch)
     if isinstance(job, FindJob):
         return FindDone(job.ticket, 0, answered=False, batch=job.batch)
     return ReadDone(job.ticket, job.batch, (False,) * len(job.keys))
 
 
-def unserved_write(job: WriteJob | RemoveJob) -> WriteDone:
+def unserved_write(job: _Change) -> WriteDone:
     return WriteDone(job.ticket, (False,) * (1 if job.keys is None else len(job.keys)), job.batch)

@@ -29,7 +29,7 @@ from hicache.storage.process.frames import (
     Outcome,
     Pages,
 )
-from hicache.storage.process.jobs import FindJob, Job, PageBytes, ReadJob, Stalled
+from hicache.storage.process.jobs import Job, PageBytes, Question, ReadJob, Stalled
 from hicache.storage.process.service import StoreService
 from hicache.storage.process.shared_memory import ClientMemory, StatusWriter, page_at
 from hicache.storage.process.stores import OpenStores
@@ -54,6 +54,8 @@ class Loop(Protocol):
 
     def call_later(self, do: Callable[[], None], why: str) -> None: ...
 
+    def add(self, connected: socket.socket) -> None: ...
+
     def forget(self, client: Session) -> None: ...
 
     def log_left(self, error: Exception) -> None: ...
@@ -73,6 +75,7 @@ class Session(Connection):
         self._service: StoreService | None = None
         self._cancels: dict[tuple[int, int], threading.Event] = {}
         self._outcomes: deque[tuple[Outcome, bool]] = deque()
+        self._noted_backup: tuple[float, ...] = ()
         self._waits_to_send = False
         self._num_jobs = 0  # number of jobs that were not answered yet
         self._ended = self._is_opening = False
@@ -83,7 +86,11 @@ class Session(Connection):
     def is_busy(self) -> bool:
         """Return whether the loop has to call `look` regularly."""
         is_asking = self._status is None or self._is_opening
-        return self._num_jobs > 0 or is_asking or (self._service is not None and self._service.is_busy)
+        return self._num_jobs > 0 or is_asking or (self._service is not None and self._has_news(self._service))
+
+    def _has_news(self, service: StoreService) -> bool:
+        """Whether the numbers of the store may change, or the client has not got those of the copies yet."""
+        return service.is_busy or (service.copies is not None and service.numbers()["backup"] != self._noted_backup)
 
     def post(self, is_write: bool, done: Outcome) -> None:
         """Queue an outcome for the client; called by the thread that ran the job."""
@@ -97,6 +104,7 @@ class Session(Connection):
         if self._service is not None:
             self._service.look()
             self._deliver()
+            self._note_status(self._service)  # copies progress without jobs of this client
         if self._status is None and time.monotonic() > self._open_until_s:
             self.end("it has asked for no store")
         self._send(frames.frame(Kind.ALIVE))
@@ -200,6 +208,8 @@ class Session(Connection):
             self._share(*body.memory())
         elif kind is Kind.OPEN:
             self._open(body.json())
+        elif kind is Kind.JOIN:
+            self._server.add(socket.socket(fileno=self._descriptor()))
         elif self._service is None:
             raise FrameError("a job for a store that is not open")
         else:
@@ -215,7 +225,7 @@ class Session(Connection):
             self._register(self._service, self._memories[number].data)
 
     def _ask(self, kind: Kind, body: Body, service: StoreService) -> None:
-        if kind in (Kind.FIND, Kind.READ, Kind.WRITE, Kind.REMOVE):
+        if kind in (Kind.FIND, Kind.READ, Kind.LEASE, Kind.WRITE, Kind.REMOVE):
             for job in body.jobs(kind, partial(self._pages, service)):
                 self._submit(job, service)
         elif kind is Kind.USED:
@@ -235,7 +245,7 @@ class Session(Connection):
             raise FrameError(f"a client does not send {kind.name}")
 
     def _submit(self, job: Job, service: StoreService) -> None:
-        if isinstance(job, FindJob | ReadJob):
+        if isinstance(job, Question):
             service.reads.submit(job, partial(self.post, False))
             if isinstance(job, ReadJob):
                 self._cancels[job.ticket, job.batch] = job.cancelled
@@ -293,7 +303,7 @@ class Session(Connection):
         for memory in self._memories.values():
             self._register(service, memory.data)
         self._note_status(service)
-        self._send(frames.opened(service.page_sizes, service.note))
+        self._send(frames.opened(service.page_sizes, service.note, has_remote=service.has_remote))
 
     @staticmethod
     def _register(service: StoreService, memory: PageBuffer) -> None:
@@ -332,7 +342,9 @@ class Session(Connection):
 
     def _note_status(self, service: StoreService) -> None:
         if self._status is not None and not self._ended:
-            self._status.write(service.stats(), service.failed_touches, service.numbers())
+            numbers = service.numbers()
+            self._noted_backup = numbers["backup"]
+            self._status.write(service.stats(), service.failed_touches, numbers)
 
     def _send(self, data: bytes) -> None:
         if self._ended:

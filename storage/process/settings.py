@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 from hicache.storage.process.health import LIMITS, Limits
 
+Backup: TypeAlias = Literal["used", "all", "none"]
+BACKUPS: tuple[Backup, ...] = ("used", "all", "none")
 _MAX_READERS, _MAX_COUNT = 1024, 1 << 62
 
 
@@ -25,6 +28,16 @@ class ServiceSettings:
     name: str = "disk"
     limits: Limits = LIMITS
 
+    @classmethod
+    def of_remote(cls, url: str, **more: Any) -> ServiceSettings:
+        """Settings for a store on other machines. A batch of Mooncake's library uses the full rate of the link; several
+        calls hide the latency of other stores."""
+        readers = 1 if url.strip().lower().startswith("mooncake://") else 4
+        # A short backoff, so that a restarted server is soon used again.
+        limits = Limits(io_timeout_s=2.0, max_reopen_backoff_s=30.0, close_s=2.0)
+        chosen = {"readers": readers, "part_bytes": 64 << 20, "yields_to_reads": True, "name": "remote"}
+        return cls(**{**chosen, "limits": limits, **more})
+
     def __post_init__(self) -> None:
         """Raise ValueError for invalid settings."""
         counts = {"queue_jobs": self.queue_jobs, "full_bytes": self.full_bytes, "part_bytes": self.part_bytes}
@@ -33,3 +46,24 @@ class ServiceSettings:
                 raise ValueError(f"{name}={count!r}")
         if not isinstance(self.name, str) or not isinstance(self.yields_to_reads, bool):
             raise ValueError(f"name={self.name!r}, gives_way={self.yields_to_reads!r}")
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """The remote store of a process. `url`: see `hicache.storage.urls`; "" for none. `backup`: the pages that are
+    copied to it: "all", "none", or "used": pages that a request used after they were computed, and pages whose
+    `WriteJob` is `is_costly`. `max_queued_pages`, `max_queued_bytes`: pages beyond these limits are dropped, and
+    counted."""
+
+    url: str = ""
+    backup: Backup = "used"
+    max_queued_pages: int = 1 << 16
+    max_queued_bytes: int = 8 << 30
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for invalid settings."""
+        if self.backup not in BACKUPS or not isinstance(self.url, str):
+            raise ValueError(f"backup={self.backup!r}: choose {', '.join(BACKUPS)}")
+        for count in (self.max_queued_pages, self.max_queued_bytes):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"the queue of a remote store has a limit of {count!r}")

@@ -29,11 +29,18 @@ from hicache.storage.process.jobs import PageBytes, PageRows
 
 _STATS = tuple(field.name for field in dataclasses.fields(StoreStats))
 QUEUE_NUMBERS = ("state", "opens", "failures", "refused_jobs", "stalled_jobs", "queued_jobs", "queued_bytes")
+# Pages that a replicator copies to a remote store, the state of the breaker of writes there, and pages read from a
+# remote store that the local one stored, or did not.
+BACKUP_NUMBERS = (
+    "queued_pages", "queued_bytes", "sent_pages", "sent_bytes", "dropped_pages", "failed_pages", "state",
+    "filled_pages", "unfilled_pages",
+)  # fmt: skip
 _REFUSES_UNTIL = "refuses_until_s"
 _NAMES = (
     *_STATS,
     "failed_touches",
     *(f"{queue}_{name}" for queue in ("reads", "writes") for name in (*QUEUE_NUMBERS, _REFUSES_UNTIL)),
+    *(f"backup_{name}" for name in BACKUP_NUMBERS),
 )
 _INDEX = {name: i for i, name in enumerate(_NAMES)}
 
@@ -164,8 +171,10 @@ class StatusWriter:
             raise FrameError("the status of a client is no memory of a page")
 
     def write(self, stats: StoreStats, failed_touches: int, queues: Mapping[str, tuple[float, ...]]) -> None:
-        """Write all numbers. `queues`: by name, the `QUEUE_NUMBERS`, then the time until which jobs are refused."""
-        numbers = [*map(float, dataclasses.astuple(stats)), failed_touches, *queues["reads"], *queues["writes"]]
+        """Write all numbers. `queues`: by name, the `QUEUE_NUMBERS`, then the time until which jobs are refused; and as
+        `backup` the `BACKUP_NUMBERS`."""
+        of_queues = (*queues["reads"], *queues["writes"], *queues["backup"])
+        numbers = [*map(float, dataclasses.astuple(stats)), failed_touches, *of_queues]
         os.pwrite(self._descriptor, array("d", numbers), 0)
 
     def close(self) -> None:
@@ -196,6 +205,12 @@ class SharedStatus:
         """The `QUEUE_NUMBERS` of the reads or the writes."""
         first = _INDEX[f"{name}_{QUEUE_NUMBERS[0]}"]
         return tuple(self._numbers[first : first + len(QUEUE_NUMBERS)].tolist())
+
+    @property
+    def backup(self) -> tuple[float, ...]:
+        """The `BACKUP_NUMBERS`."""
+        first = _INDEX[f"backup_{BACKUP_NUMBERS[0]}"]
+        return tuple(self._numbers[first : first + len(BACKUP_NUMBERS)].tolist())
 
     def refuses_until_s(self, name: str) -> float:
         """Time until which a job would be refused, on the process's clock; 0 if it would not."""

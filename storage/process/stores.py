@@ -9,25 +9,33 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError, StoreLocked
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.process.frames import VERSION
 from hicache.storage.process.health import Limits
+from hicache.storage.process.replicator import Replicator
 from hicache.storage.process.service import StoreService
-from hicache.storage.process.settings import ServiceSettings
+from hicache.storage.process.settings import RemoteSettings, ServiceSettings
 from hicache.storage.records import identity_with_key
+from hicache.storage.remote import RemotePageStore
 from hicache.storage.store_folder import store_name
-from hicache.storage.urls import open_store
+from hicache.storage.urls import open_store, opener_of
+
+NO_REMOTE = RemoteSettings()
+_Key: TypeAlias = tuple[str, str]  # URL and name of a store
 
 
 @dataclass(frozen=True)
 class StoreRequest:
     """A client's request for a store. `url`: see `hicache.storage.urls`; "" if the process serves its own URL. `key`:
     the encryption key, b"" without encryption. `tells_removed`: answers to writes name the pages that the store
-    removed."""
+    removed. `remote`: the remote store to which pages are copied, unless the process has its own. `opens_remote`: the
+    client asks for that remote store instead of the store of `url`. Pages that it reads from there are stored in the
+    store of `url` too, if a client has that open."""
 
     url: str
     identity: Mapping[str, str | int]
@@ -35,6 +43,8 @@ class StoreRequest:
     key: bytes = dataclasses.field(default=b"", repr=False)
     tells_removed: bool = False
     settings: ServiceSettings = dataclasses.field(default_factory=ServiceSettings)
+    remote: RemoteSettings = dataclasses.field(default_factory=RemoteSettings)
+    opens_remote: bool = False
 
     def pack(self) -> bytes:
         about = {**dataclasses.asdict(self), "identity": dict(self.identity), "key": self.key.hex(), "version": VERSION}
@@ -48,15 +58,17 @@ class StoreRequest:
             settings = about["settings"]
             settings["limits"] = Limits(**settings["limits"])
             key, settings = bytes.fromhex(about["key"]), ServiceSettings(**settings)
-            return cls(about["url"], about["identity"], formats, key, about["tells_removed"], settings)
+            remote, opens_remote = RemoteSettings(**about["remote"]), bool(about["opens_remote"])
+            url, tells_removed = about["url"], about["tells_removed"]
+            return cls(url, about["identity"], formats, key, tells_removed, settings, remote, opens_remote)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"a client sent an invalid request for a store: {error!r}") from error
 
 
 class OpenStores:
     """The open stores; any thread. `url`: if given, the process serves this URL to all clients; otherwise each client
-    names its URL. `given`: if given, this store object is used for every request; it is closed with its client only if
-    `owns_given`.
+    names its URL. `remote`: the same for the remote store. `given`: if given, this store object is used for every
+    request; it is closed with its client only if `owns_given`.
 
     On a disk each identity has its own subfolder, and all share the budget (`store_folder`). If the process serves its
     own URL, each encryption key has its own subfolder too. Otherwise the key does not change the subfolder, and opening
@@ -68,15 +80,17 @@ class OpenStores:
         url: str = "",
         clock: Callable[[], float] = time.monotonic,
         *,
+        remote: RemoteSettings = NO_REMOTE,
         given: PageStore | None = None,
         owns_given: bool = False,
     ) -> None:
         self._url = url
+        self._remote = remote
         self._clock = clock
         self._given = given
         self._owns_given = owns_given
         self._lock = threading.Lock()
-        self._open: dict[tuple[str, str], _Open] = {}
+        self._open: dict[_Key, _Open] = {}
 
     def acquire(self, about: dict[str, object]) -> StoreService:
         """Return the service of the store that a client requests. The store is opened if it is not open. Raises
@@ -85,41 +99,75 @@ class OpenStores:
         cipher = PageCipher(request.key) if request.key else None
         identity = identity_with_key(request.identity, cipher if self._url else None)
         name = store_name(identity, [format.page_bytes for format in request.formats])
-        url = self._url or request.url
+        remote = self._remote if self._remote.url else request.remote
+        local = (self._url or request.url, name)
+        if not request.opens_remote:
+            return self._acquire(local, lambda: self._opened(local, request, cipher, remote))
+        if not remote.url:
+            raise StoreError("this process has no remote store; start it with --remote URL, or set remote.url")
+        return self._acquire((remote.url, name), lambda: self._opened_remote(local, request, cipher, remote))
+
+    def _acquire(self, at: _Key, opener: Callable[[], StoreService]) -> StoreService:
+        """Count a client of the store `at`; open the store if it is not open."""
         with self._lock:
-            found = self._open.setdefault((url, name), _Open())
+            found = self._open.setdefault(at, _Open())
             if found.service is not None and not found.num_clients:
                 raise StoreLocked("this process is closing the store; try again later")
             found.num_clients += 1
         try:
             with found.opening:  # opening may take long and must not block other stores
                 if found.service is None:
-                    found.service = self._opened(url, name, request, cipher)
+                    found.service = opener()
                 return found.service
         except BaseException:
             with self._lock:
                 found.num_clients -= 1
                 if not found.num_clients:
-                    del self._open[url, name]
+                    del self._open[at]
             raise
 
-    def _opened(self, url: str, name: str, request: StoreRequest, cipher: PageCipher | None) -> StoreService:
+    def _opened(
+        self, at: _Key, request: StoreRequest, cipher: PageCipher | None, remote: RemoteSettings
+    ) -> StoreService:
         if self._given is not None:
             return StoreService(self._given, request.settings, owns_store=self._owns_given, clock=self._clock)
         removed: list[bytes] = []
-        store = open_store(
-            url,
-            identity=request.identity,
-            formats=request.formats,
-            cipher=cipher,
-            on_removed=removed.extend if request.tells_removed else None,
-            name=name,
-        )
+        on_removed = removed.extend if request.tells_removed else None
+        about: dict[str, Any] = {"identity": request.identity, "formats": request.formats, "cipher": cipher}
+        store = open_store(at[0], **about, on_removed=on_removed, name=at[1])
         try:
-            return StoreService(store, request.settings, clock=self._clock, removed=removed)
+            service = StoreService(store, request.settings, clock=self._clock, removed=removed)
         except BaseException:
             store.close()
             raise
+        if remote.url:
+            opener_of(remote.url)  # a wrong scheme is an error now, not later in a thread
+            service.has_remote = True
+        if remote.url and remote.backup != "none":
+            asked = dataclasses.replace(request, settings=ServiceSettings.of_remote(remote.url))
+            open_remote = partial(
+                self._acquire, (remote.url, at[1]), lambda: self._opened_remote(at, asked, cipher, remote)
+            )
+            service.copies = Replicator(service, remote, open_remote, self.release)
+        return service
+
+    def _opened_remote(
+        self, local: _Key, request: StoreRequest, cipher: PageCipher | None, remote: RemoteSettings
+    ) -> StoreService:
+        store = open_store(remote.url, identity=request.identity, formats=request.formats, cipher=cipher)
+        if isinstance(store, RemotePageStore):
+            store.on_value = partial(self._fill, local)
+        try:
+            return StoreService(store, request.settings, clock=self._clock)
+        except BaseException:
+            store.close()
+            raise
+
+    def _fill(self, local: _Key, key: bytes, value: memoryview) -> None:
+        """Pass a value that the remote store returned to the local store, if a client has it open."""
+        found = self._open.get(local)
+        if found is not None and found.service is not None and found.num_clients:
+            found.service.fill(key, value)
 
     def release(self, service: StoreService) -> None:
         """Count the end of a client, and close the store after its last client. Raises the error of closing the

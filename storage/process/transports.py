@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from hicache.process.logs import is_json
 from hicache.storage.base import StoreError, StoreUnavailable
@@ -59,6 +60,14 @@ class Transport(ABC):
     def look(self) -> None:  # noqa: B027 - a process looks on its own
         """With a clock set by hand, announce stalled jobs before returning. With a real clock, the server announces
         them itself."""
+
+
+class ServerClient(Protocol):
+    """The part of `StoreClient` that a second client uses."""
+
+    in_process: bool
+
+    def join(self) -> socket.socket: ...
 
 
 class OwnProcess(Transport):
@@ -148,6 +157,17 @@ class ServedSocket(Transport):
             connected.close()
             raise StoreError(f"the store at {self._path} is served by user {uid}; use one of your own")
         return connected
+
+
+class JoinedClient(Transport):
+    """Connects to the server of another client, which starts and ends it."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self.same_process = client.in_process
+
+    def connect(self) -> socket.socket:
+        return self._client.join()
 
 
 class InlineServer(Transport):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hicache.storage import LmdbPageStore
+from hicache.storage import LmdbPageStore, open_store
 from hicache.storage.conformance import MakeStore, StoreConformance
 from memory_store import MemoryPageStore
 from own_store import opener
@@ -24,6 +24,12 @@ class TestLmdb(StoreConformance):
         return partial(LmdbPageStore, tmp_path, budget_bytes=BUDGET_BYTES)
 
 
+class TestDirectory(StoreConformance):
+    @pytest.fixture
+    def make_store(self, tmp_path: Path) -> MakeStore:
+        return partial(open_store, f"dir://{tmp_path}?concurrency=2")
+
+
 class TestMemory(StoreConformance):
     outlives_close = knows_identity = False
 
@@ -35,6 +41,8 @@ class TestMemory(StoreConformance):
 class TestThroughFrames(StoreConformance):
     """The client and the server of a store process, in one process."""
 
+    copies_values = False
+
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         return partial(ProcessStore, f"lmdb://{tmp_path}?budget={BUDGET_BYTES}", in_process=True)
@@ -43,6 +51,8 @@ class TestThroughFrames(StoreConformance):
 @pytest.mark.long
 @pytest.mark.store_process
 class TestThroughProcess(StoreConformance):
+    copies_values = False
+
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         return partial(ProcessStore, f"lmdb://{tmp_path}?budget={BUDGET_BYTES}")

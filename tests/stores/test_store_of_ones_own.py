@@ -54,9 +54,12 @@ class Refusing(MemoryPageStore):
 
 
 def test_a_store_of_ones_own_is_one_file() -> None:
-    """Its file imports the contract of stores, and nothing else of the project."""
+    """Its file imports the contract of stores and the encoding of values, and nothing else of the project."""
     names = {getattr(value, "__module__", None) for value in vars(memory_store).values()}
-    assert {name for name in names if name is not None and name.startswith("hicache")} == {"hicache.storage.base"}
+    assert {name for name in names if name is not None and name.startswith("hicache")} == {
+        "hicache.storage.base",
+        "hicache.storage.codec",
+    }
 
 
 def test_engines_share_a_store_that_its_owner_closes() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreStats
+from hicache.storage.codec import page_of_value, value_of_page
 
 
 class MemoryPageStore:
@@ -81,6 +82,19 @@ class MemoryPageStore:
                 self._num_bytes -= len(page_bytes)
                 self._evicted += 1
             return [key in self._pages for key in keys]
+
+    def get_value(self, key: bytes) -> bytes | None:
+        with self._lock:
+            self._require([key])
+            page = self._pages.get(key)
+        return None if page is None else value_of_page(key, np.frombuffer(page, np.uint8))
+
+    def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
+        with self._lock:
+            self._require([key for key, _ in items])
+        pages = {key: page for key, value in items if (page := page_of_value(key, value)) is not None}
+        stored = dict(zip(pages, self.put(list(pages.items())), strict=True))
+        return [stored.get(key, False) for key, _ in items]
 
     def reopen(self) -> bool:
         with self._lock:

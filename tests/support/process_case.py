@@ -13,9 +13,10 @@ import numpy as np
 from hicache.storage import PageFormat, StoreLocked, open_existing
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
-from hicache.storage.process.settings import ServiceSettings
-from hicache.storage.process.stores import StoreRequest
-from hicache.stores.tier import StoreTier, open_tier
+from hicache.storage.process.settings import RemoteSettings, ServiceSettings
+from hicache.storage.process.shared_memory import BACKUP_NUMBERS
+from hicache.storage.process.stores import NO_REMOTE, StoreRequest
+from hicache.stores.tier import StoreTier, open_remote, open_tier
 from waiting import eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 64
@@ -44,8 +45,14 @@ time.sleep(60)
 """
 
 
-def request(url: str, limits: Limits = LIMITS, identity: dict[str, str | int] = IDENTITY) -> StoreRequest:
-    return StoreRequest(url, identity, [PageFormat(PAGE_BYTES)], settings=ServiceSettings(readers=2, limits=limits))
+def request(
+    url: str,
+    limits: Limits = LIMITS,
+    identity: dict[str, str | int] = IDENTITY,
+    remote: RemoteSettings = NO_REMOTE,
+) -> StoreRequest:
+    settings = ServiceSettings(readers=2, limits=limits)
+    return StoreRequest(url, identity, [PageFormat(PAGE_BYTES)], settings=settings, remote=remote)
 
 
 def at(folder: Path) -> str:
@@ -53,13 +60,24 @@ def at(folder: Path) -> str:
 
 
 class Case:
-    """A tier and the memory that it shares with its process, uint8 [NUM_PAGES, PAGE_BYTES]."""
+    """A tier and the memory that it shares with its process, uint8 [NUM_PAGES, PAGE_BYTES]. `remote`: of the process.
+    `of`: the tier is the remote one of that case's process."""
 
-    def __init__(self, url: str, limits: Limits = LIMITS, identity: dict[str, str | int] = IDENTITY) -> None:
+    def __init__(
+        self,
+        url: str,
+        limits: Limits = LIMITS,
+        identity: dict[str, str | int] = IDENTITY,
+        *,
+        remote: RemoteSettings = NO_REMOTE,
+        in_process: bool = False,
+        of: Case | None = None,
+    ) -> None:
         self._descriptor = os.memfd_create("pages")
         os.ftruncate(self._descriptor, NUM_PAGES * PAGE_BYTES)
         memory = np.frombuffer(mmap.mmap(self._descriptor, NUM_PAGES * PAGE_BYTES), np.uint8)
-        self.tier: StoreTier = open_tier(request(url, limits, identity))
+        asked = request(url, limits, identity, remote)
+        self.tier: StoreTier = open_remote(of.tier, asked) if of else open_tier(asked, in_process=in_process)
         self.tier.share(self._descriptor, memory)
         self.memory = memory.reshape(NUM_PAGES, PAGE_BYTES)
         self._ticket, self._outcomes = 0, list[object]()
@@ -68,11 +86,13 @@ class Case:
         assert self.tier.close()
         os.close(self._descriptor)
 
-    def write(self, keys: tuple[bytes, ...], data: tuple[np.ndarray, ...], first: int = 0) -> WriteJob:
+    def write(
+        self, keys: tuple[bytes, ...], data: tuple[np.ndarray, ...], first: int = 0, *, is_costly: bool = False
+    ) -> WriteJob:
         """Submit a write from the pages of the memory at `first`."""
         self._ticket += 1
         self.memory[first : first + len(keys)] = data
-        job = WriteJob(self._ticket, keys, tuple(self.memory[first : first + len(keys)]))
+        job = WriteJob(self._ticket, keys, tuple(self.memory[first : first + len(keys)]), is_costly=is_costly)
         assert self.tier.writes.submit(job)
         return job
 
@@ -95,8 +115,10 @@ class Case:
             self._outcomes += eventually(poll, self.tier.stats)
         return self._outcomes.pop(0)
 
-    def stored(self, keys: tuple[bytes, ...], data: tuple[np.ndarray, ...]) -> tuple[bool, ...]:
-        self.write(keys, data)
+    def stored(
+        self, keys: tuple[bytes, ...], data: tuple[np.ndarray, ...], *, is_costly: bool = False
+    ) -> tuple[bool, ...]:
+        self.write(keys, data, is_costly=is_costly)
         done = self._done(self.tier.writes.poll)
         assert isinstance(done, WriteDone)
         return done.ok
@@ -115,6 +137,12 @@ class Case:
         while isinstance(done := self.answer(poll), Stalled):
             continue
         return done
+
+    @property
+    def backup(self) -> dict[str, float]:
+        """The numbers of the copies to the remote store."""
+        self.tier.poll()
+        return dict(zip(BACKUP_NUMBERS, self.tier.status.backup, strict=True))
 
     def until_open(self) -> None:
         eventually(lambda: self.tier.reads.poll() or self.tier.is_open, lambda: self.tier.state)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 
 from hicache.storage.process.client import ClientQueue
-from hicache.storage.process.jobs import FindDone, FindJob, ReadDone, ReadJob
+from hicache.storage.process.jobs import FindDone, FindJob, Question, QuestionDone
 
 _LOOKUPS_A_POLL = 16
 
@@ -34,7 +34,7 @@ class Lookups:
 
     def __init__(
         self,
-        reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone],
+        reads: ClientQueue[Question, QuestionDone],
         keys_of: Callable[[Sequence[bytes]], list[bytes]],
         poll: Callable[[], None],
     ) -> None:
