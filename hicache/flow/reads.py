@@ -1107,7 +1107,8 @@ class Prefetcher(Movement):
         reason = MissReason.NO_ROWS if request.was_postponed or request.lacks_host_room else MissReason.GATE
         if request.lookup is not None:  # the request waits no longer for the answer
             return [(request.num_usable, request.located.num_pages, reason)]
-        return [(start, end, reason) for start, end, _ in request.located.known]
+        edges = np.flatnonzero(np.diff(request.located.full & ~_IN_MEMORY != 0, prepend=False, append=False)).tolist()
+        return [(start, end, reason) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
     def cancel(self, request_id: str) -> None:
         """The request is admitted or gone: read no further for it, unless other requests need the same pages."""
