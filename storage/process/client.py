@@ -392,7 +392,7 @@ class StoreClient:
 
     @property
     def _is_stalled(self) -> bool:
-        return self.reads.is_stalled and self.writes.is_stalled
+        return self._lookup is None and self.reads.is_stalled and self.writes.is_stalled
 
     def _poll_until(self, until_s: float) -> bool:
         """Wait a while for outcomes and receive them. Returns False if `until_s` has passed."""

@@ -34,5 +34,5 @@ def test_wrong_keys_are_refused(key: bytes) -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without cryptography building a cipher says what to install."""
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(StoreError, match=r"pip install '\.\[encrypt\]'"):
+    with pytest.raises(StoreError, match=r"pip install 'hicache\[encrypt\]'"):
         PageCipher(KEY)

@@ -116,7 +116,7 @@ def test_an_installed_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.
     assert put_numbers(store, [3]) == [True] and found_numbers(store, [3, 4]) == {3}
     with pytest.raises(StoreError, match="does not encrypt"):
         open_store("own-store://", identity=IDENTITY, formats=FORMATS, cipher=object())  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match=r"use one of lmdb, (.+, )?own-store,"):
+    with pytest.raises(StoreError, match=r"use one of dir, lmdb, (.+, )?own-store,"):
         opened("nosuch://")
     with pytest.raises(StoreError, match="no option 'x'"):
         opened("own-store://?x=1")

@@ -277,6 +277,7 @@ def test_silence_before_a_lookup_does_not_count(case: Case) -> None:
     found = client.find([b"key"], 0.0)
     os.kill(client.pid, signal.SIGCONT)
     assert found is None
+    assert not client._is_stalled  # so `close` waits for the answer as long as for a job
     assert client.last_message_s >= asked_s
 
 
