@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 from collections.abc import Callable
 
 from hicache.config.settings import Integer, Size, as_flag
@@ -20,6 +21,7 @@ from hicache.store_command.reporting import LogCapture, Steps
 from hicache.store_command.smaller_budget import asks_on_terminal, confirm_smaller_budget
 
 _MAX_SHARED_BYTES = 1 << 60
+_SHARED_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.ASCII | re.IGNORECASE)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +93,7 @@ def run(flags: argparse.Namespace) -> int:
     with LogCapture() as log, CalmInterrupt() as calm:
         progress = Steps(calm, is_shown=not flags.json)
         task = commands.Task(flags, progress, log)
-        outcome = shared.run(task) if "://" in flags.path else flags.run_command(task)
+        outcome = shared.run(task) if _SHARED_URL.match(flags.path) else flags.run_command(task)
     for message in log.messages:
         say(f"hicache: warning: {message}")
     text = json.dumps(outcome.stats) if flags.json else outcome.text
@@ -117,7 +119,7 @@ def _add(
 
 
 def _path_or_url(text: str) -> str:
-    return text if "://" in text else path_flag(text)
+    return text if _SHARED_URL.match(text) else path_flag(text)
 
 
 def _takes_key(parser: argparse.ArgumentParser) -> None:

@@ -144,7 +144,7 @@ def test_an_interrupted_demo_leaves_a_store_that_serves(tmp_path: Path) -> None:
     flags = ("--model", "random", "--disk-path", str(tmp_path / "store"))
     with command("demo", *SMALL, *flags, "--turns", "40", stdout=PIPE) as program:
         assert program.stdout is not None
-        while not program.stdout.readline().startswith("2.1 "):
+        while "  2.1 " not in program.stdout.readline():
             assert program.poll() is None
         program.send_signal(signal.SIGINT)
         _, err = program.communicate()

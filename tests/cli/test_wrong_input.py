@@ -276,7 +276,7 @@ def test_paths_as_users_write_them(
             DiskConfig(path=wrong)
         for flags in ("store stat {}", "store serve lmdb:///x --socket {}", "replay {}", "plan --model {}"):
             named = refused(capsys, *(part.format(wrong) for part in flags.split()))
-            assert re.search("error: (DIR|path|--socket|TRACE|trace|--model) ", named), named
+            assert re.search("error: (DIR|path|--socket|TRACE|trace|--model|a store of https://) ", named), named
     for wrong, why in (("a\nb", "control"), (os.fsdecode(b"caf\xe9"), "UTF-8")):
         with pytest.raises(ConfigError, match=f"disk path=.*{why}"):
             DiskConfig(path=wrong)
