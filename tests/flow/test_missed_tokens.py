@@ -84,7 +84,7 @@ def test_pages_of_a_store_that_are_not_read(kind: type[MemoryPageStore], speed: 
         engine.flush()
         assert engine.reset()
         eventually(lambda: engine.lookup(tokens, disk_wait_s=10.0).disk == COMPLETE)
-        engine._cost.observe_read(1, 1.0)
+        engine._cost.observe_reads([(1, 1.0)])
         until_ready(engine, engine.prefetch("again", tokens))
         assert serve(engine, "again", tokens).missed == {reason: COMPLETE, "tail": 1}
         assert counted(engine)[reason] == COMPLETE
