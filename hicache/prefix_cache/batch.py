@@ -54,7 +54,8 @@ Lens: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Batch(Protocol):
-    """The requests of one step. `seq_lens`: int64 `[requests]` on the device; `seq_lens_cpu`: a copy on the host."""
+    """The requests of one step. `seq_lens`: number of tokens of each request, int64 `[requests]` on the device;
+    `seq_lens_cpu`: a copy on the host."""
 
     @property
     def seq_lens(self) -> torch.Tensor: ...
@@ -115,7 +116,8 @@ def available_and_evictable_str(tree: BasePrefixCache) -> str:
 
 
 def alloc_req_slots(table: ReqToTokenPool, reqs: Sequence[KVRequest], tree: BasePrefixCache | None = None) -> list[int]:
-    """Allocate a row for each request, and states if the table has them; the tree evicts states if they are short.
+    """Allocate a row for each request, and states if the table has them; if too few states are free, the tree evicts
+    some.
 
     Raises OutOfRows or OutOfStates; then the table is unchanged.
     """
@@ -153,7 +155,8 @@ def alloc_paged_token_slots_extend(
     extend_num_tokens: int,
     backup_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
-    """Evict if slots are short, then call the allocator's `alloc_extend`. `backup_state` as in `alloc_token_slots`.
+    """Allocate slots for a batch of prefills by the allocator's `alloc_extend`; if too few slots are free, evict
+    before. `backup_state` as in `alloc_token_slots`.
 
     Raises OutOfSlots, and NotImplementedError if the allocator has no pages.
     """
