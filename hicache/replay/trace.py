@@ -52,8 +52,8 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of time. `block_tokens`: tokens of a full block. `num_warm_up`: requests at the start that only
-    fill the tiers and are not counted."""
+    """Requests in order of time. `block_tokens`: tokens of a full block. `num_warm_up`: number of requests at the start
+    that only fill the tiers and are not counted."""
 
     name: str
     block_tokens: int
@@ -95,8 +95,9 @@ def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.
 def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str | None = None) -> Trace:
     """Read a trace of any format.
 
-    `block_tokens`, `time_unit` (one of `TIME_UNITS`): None for those of the format; a recorded trace has its own.
-    TraceError, with file and line, if the trace is invalid. Raises OSError if the file cannot be opened.
+    `block_tokens`: tokens of a block. `time_unit`: unit of the times, one of `TIME_UNITS`. If either is None, that of
+    the format is used; a recorded trace names its own block size. Raises TraceError, with file and line, if the trace
+    is invalid. Raises OSError if the file cannot be opened.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens}: give at least 1")
