@@ -204,7 +204,7 @@ class MambaPool:
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free states. The ids are copied. On CPU tensors, or with HICACHE_DEBUG=1, DoubleFree is raised before any
+        """Free states. The ids are copied. Raises DoubleFree, on CPU tensors or with HICACHE_DEBUG=1, before any
         change."""
         slots = free_index.reshape(-1).to(torch.int64)
         if not slots.numel():
@@ -222,8 +222,8 @@ class MambaPool:
         return slots
 
     def copy_from(self, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
-        """Copy states one to one. InvariantError (on CPU tensors, or with HICACHE_DEBUG=1) if a state other than state
-        0 (padding) is written by one pair and read or written by another."""
+        """Copy states one to one. Raises InvariantError, on CPU tensors or with HICACHE_DEBUG=1, if a state other than
+        state 0 (padding) is written by one pair and read or written by another."""
         src, dst = src_index.reshape(-1), dst_index.reshape(-1)
         if src.numel() != dst.numel():
             raise ShapeError(f"{src.numel()} source states for {dst.numel()} target states")

@@ -15,7 +15,8 @@ from hicache.kernels.store_kv import Scale, store_rows
 
 
 class MLATokenToKVPool(RowPool):
-    """`kv_buffer` `[layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`, zero-filled, in `store_dtype`.
+    """A pool of latent rows: `kv_buffer` `[layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`, zero-filled,
+    in `store_dtype`.
 
     Layer 0 is `start_layer`. The value of a token is the first part of its key.
     """

@@ -127,12 +127,12 @@ class RowPool(KVCache):
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of each layer, including page 0."""
+        """Return the number of slots of each layer, including page 0."""
         return self.size + self.page_size
 
     @property
     def num_pages(self) -> int:
-        """Number of device pages for `size` tokens, plus page 0."""
+        """Return the number of device pages for `size` tokens, plus page 0."""
         return -(-self.size // self.page_size) + 1
 
     def _positive(self, **sizes: int) -> None:

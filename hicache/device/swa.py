@@ -60,8 +60,8 @@ class SWAKVPool(MappedKVPool):
         swa_head_dim: int | None = None,
         swa_v_head_dim: int | None = None,
     ) -> None:
-        """`swa_head_num`, `swa_head_dim` and `swa_v_head_dim` are sizes of window layers, if they differ from full
-        layers.
+        """Allocate both inner pools. `size`, `size_swa`: numbers of full slots and of window slots. `swa_head_num`,
+        `swa_head_dim` and `swa_v_head_dim` are sizes of window layers, if they differ from those of full layers.
 
         Raises ConfigError for layer ids that are missing, duplicate or of both kinds, and for
         `enable_kvcache_transpose`.
@@ -95,7 +95,7 @@ class SWAKVPool(MappedKVPool):
 
     @property
     def layout(self) -> PoolLayout:
-        """Raises ConfigError, because the pool has two layouts."""
+        """Raise ConfigError, because the pool has two layouts."""
         raise ConfigError("SWAKVPool has two slot spaces with a layout each; use slot_spaces")
 
     @cached_property
