@@ -61,9 +61,9 @@ class Request:
     level of `priority` is worth some seconds of waiting (`Scheduler`). Priority does not influence which pages stay in
     the cache.
 
-    `constraint`: belongs to this request alone, and may end its answer. `num_logprobs`: at each step, keep log
-    probabilities of the chosen token and of this many most likely ones. `scores_prompt`: also for the prompt's tokens,
-    for which the complete prompt is computed.
+    `constraint`: belongs to this request alone, and may end its answer. `num_logprobs`: number of most likely tokens
+    whose log probabilities are kept for each generated token, in addition to that of the chosen one. `scores_prompt`:
+    log probabilities of the prompt's tokens are kept too, for which the complete prompt is computed.
 
     Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is not an integer or too
     large, or a `deadline_s` not above 0.
@@ -104,12 +104,12 @@ class Request:
 class RequestOutput:
     """The outcome of a request.
 
-    `tokens`: the generated ones. `hit`: cached tokens per tier at the first admission; `cached_len` is their sum.
-    `missed`: the other tokens of the prompt at that admission, by reason (`hicache.flow.misses`).
-    `is_counted`: whether it counts in hit rates: its prompt was admitted, and no other answer to the prompt counts.
-    `computed_tokens`: prompt tokens that the model computed, including those computed again after a preemption.
-    `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the cause if `finish_reason` is
-    "error".
+    `tokens`: the generated tokens. `hit`: number of cached tokens per tier at the first admission; `cached_len` is the
+    sum of these numbers. `missed`: number of the other tokens of the prompt at that admission, by reason
+    (`hicache.flow.misses`). `is_counted`: whether it counts in hit rates: its prompt was admitted, and no other answer
+    to the prompt counts. `computed_tokens`: prompt tokens that the model computed, including those computed again after
+    a preemption. `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the cause if
+    `finish_reason` is "error".
     """
 
     request_id: str

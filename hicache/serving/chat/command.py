@@ -32,7 +32,7 @@ _MIN_TIMED_TOKENS = 512
 
 @dataclass
 class Conversation:
-    """A conversation with a server. `server` is its address, for messages. `documents` is the text before the first
+    """A conversation with a server. `server`: address of the server, for messages. `documents`: text before the first
     question."""
 
     client: openai.OpenAI

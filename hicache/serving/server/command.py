@@ -91,8 +91,8 @@ def run(flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[ServerContext]:
-    """Inside, the model is loaded and the engine is built as the flags say. `say`: called with messages on the packaged
-    model. Raises HiCacheError."""
+    """Load the model and build the engine for the `with` block, as the flags say. `say`: called with messages on the
+    packaged model. Raises HiCacheError."""
     require_known_parser()
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     keys = _checked_keys(flags.api_key)

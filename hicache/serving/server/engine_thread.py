@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenChosen:
-    """A token of a request. `time_s` is a time of `time.perf_counter`. `logprobs` are the log probabilities that the
-    request asks for, up to this token."""
+    """A chosen token of a request. `time_s`: time of the choice by `time.perf_counter`. `logprobs`: log probabilities
+    that the request asks for, since the last token and including this one."""
 
     request_id: str
     token: int

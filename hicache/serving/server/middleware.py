@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class HttpRecord:
     """The data of a request's log line. `fields`: further fields, set by the handler; never text from a client.
-    `arrival_s` is the time of `time.perf_counter` at which the request's head had arrived."""
+    `arrival_s`: time by `time.perf_counter` at which the request's head had arrived."""
 
     request_id: str
     arrival_s: float
