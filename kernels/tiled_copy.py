@@ -162,7 +162,8 @@ class TiledCopy:
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], kernels: Kernels, tile_bytes: int | None = None) -> None:
-        """`buffers`: `[slots, ...row]` each, rows contiguous, of equal slots. `tile_bytes` overrides the choice."""
+        """Build the table of addresses of `buffers`, each `[slots, ...row]` with contiguous rows and the same number of
+        slots. `tile_bytes`: bytes of a row in a tile of the kernel for few rows; None: chosen by the row sizes."""
         check_kernels(kernels)
         slots = {len(buffer) for buffer in buffers}
         if len(slots) != 1:
