@@ -155,7 +155,7 @@ def _copy_kernel(
 
 
 class TiledCopy:
-    """Moves rows between slots of one pool, in all its buffers at once.
+    """Moves rows between slots of one pool, in all buffers of the pool with one call.
 
     Owns the address table and an int64 stamp per slot; keeps the buffers alive. One thread at a time. Kernels run on
     the current stream of the buffers' device, and the host never waits.

@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupt_ends_the_process() -> Iterator[None]:
-    """While modules are imported, let Ctrl-C end the process at once. Nothing needs cleanup yet, and an exception
+    """While modules are imported, let Ctrl-C end the process immediately. Nothing needs cleanup yet, and an exception
     inside an import may be swallowed or printed as a traceback of another package."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():

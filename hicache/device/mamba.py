@@ -136,7 +136,8 @@ class MambaPool:
         speculative_num_draft_tokens: int | None = None,
         enable_memory_saver: bool = False,
     ) -> None:
-        """With `speculative_num_draft_tokens`, allocate draft buffers for `spec_state_size` requests; 0 means all."""
+        """Allocate the states. With `speculative_num_draft_tokens`, also allocate draft buffers for `spec_state_size`
+        requests; 0: for `size` requests."""
         if size < 1 or spec_state_size < 0 or (speculative_num_draft_tokens or 1) < 1:
             raise ConfigError(
                 f"size={size}, spec_state_size={spec_state_size}, "

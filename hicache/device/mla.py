@@ -51,7 +51,7 @@ class MLATokenToKVPool(RowPool):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _arrange(self, latent: torch.Tensor) -> torch.Tensor:
-        """`kv_buffer` as a view of the rows `[layers, slots, 1, elements]`."""
+        """Return `kv_buffer` as a view of the rows `[layers, slots, 1, elements]`."""
         return latent
 
     def _further_rows(self) -> list[Row]:

@@ -90,7 +90,7 @@ class RowPool(KVCache):
         return tensors
 
     def _build_lazily(self, rows: Sequence[Row]) -> LazyLayers:
-        """Like `_build`, but each layer is allocated, and counted in `mem_usage`, at its first use."""
+        """Build tensors as `_build` does, but allocate each layer, and count it in `mem_usage`, at its first use."""
 
         def allocate() -> tuple[torch.Tensor, ...]:
             buffers = tuple(tensor[0] for tensor in self._allocate(rows, 1))

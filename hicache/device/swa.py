@@ -33,7 +33,8 @@ class _Translation:
 
 
 class SWAKVPool(MappedKVPool):
-    """`full_kv_pool` for layers with full attention, `swa_kv_pool` for layers with a window, under global layer ids.
+    """A pool with two inner pools under global layer ids: `full_kv_pool` for layers with full attention, and
+    `swa_kv_pool` for layers with a window.
 
     Callers pass full slots; window layers translate them. In a forward that writes its layers in ascending order, the
     first window layer translates `loc` and the other window layers reuse the result. `layers_mapping[layer_id]` is

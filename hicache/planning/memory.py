@@ -171,7 +171,7 @@ def _start(model: PlannedModel, request: PlanRequest) -> EngineConfig:
     """Return the engine settings with a placeholder for `device_tokens`, which is computed later."""
     disk = None
     if request.disk_bytes:
-        # the budget of all stores of the path
+        # `budget_bytes` bounds all stores of the path together.
         disk = DiskConfig(path=request.disk_path, budget_bytes=request.disk_bytes)
     return EngineConfig(
         device_tokens=MAX_TOKENS,

@@ -301,9 +301,9 @@ def release_kv_cache(request: CachedRequest, tree: BasePrefixCache, is_insert: b
         free_states(table, request)
         return
     tree.cache_finished_req(request, is_insert=is_insert)
-    # [0, start) is in the tree, or `cache_finished_req` has freed it: the committed tokens up to the end of their last
-    # page, and the locked prefix, which a request cancelled before its first pass has not committed.
-    # [start, allocated) is freed here.
+    # The slots of tokens [0, start) are in the tree, or `cache_finished_req` has freed them. `start` is the end of the
+    # last page with committed tokens. If the request was cancelled before its first pass, it has committed no token,
+    # and `start` is the end of the locked prefix. The slots of tokens [start, allocated) are freed here.
     start = max(-(-request.kv_committed_len // allocator.page_size) * allocator.page_size, request.cache_protected_len)
     allocator.free_run(table.req_to_token[row, start : request.kv_allocated_len].to(torch.int64), start)
     free_states(table, request)

@@ -202,7 +202,7 @@ class HiCache:
         if self._closed or not self._owner.is_here:
             return
         try:
-            # used without the backoff: writes are retried at once
+            # A new breaker is closed, so that writes do not wait for the backoff of an earlier failure.
             self._breaker = Breaker("writes", LIMITS, time.monotonic)
             for name in list(self._replaced):
                 self._delete_on_disk(name)

@@ -1,8 +1,8 @@
 """A simulated cache without bytes: the engine's page table, page states and eviction orders, for two tiers.
 
 A block of a trace is one page of one token, and its row is the id of the prefix that ends with the block. Requests are
-served one after the other, and every copy completes at once. The steps are those of `hicache.flow`; `docs/replay.md`
-states them as rules.
+served one after the other, and every copy completes immediately. The steps are those of `hicache.flow`;
+`docs/replay.md` states them as rules.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class CacheSimulation:
     def _load_in_steps(self, host: TierPages, blocks: Tokens, done: int, end: int) -> int:
         """Load blocks [done, end) in steps; victims of the device take the host pages of blocks that were loaded.
 
-        The host pages of the last two steps are not freed yet. Copies complete at once, so a large host runs all steps
-        together."""
+        The host pages of the last two steps stay locked. All copies complete immediately, so on a large host all steps
+        run together."""
         step, pending_steps = step_pages(host.pool.num_pages), deque[Rows]()
         while done < end:
             if len(pending_steps) > 1:

@@ -1,8 +1,8 @@
 """Chooses the next tokens of requests from the logits of a pass.
 
 Biases, penalties and forbidden stop tokens of a request concern few tokens of the vocabulary. They are a sparse list,
-computed on the host from the request's tokens. All lists of a batch are copied to the device at once. A batch without
-such lists costs only `choose_tokens`.
+computed on the host from the request's tokens. All lists of a batch are copied to the device in one copy. A batch
+without such lists costs only `choose_tokens`.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ class Request:
     another answer to the same prompt, whose hits do not count as hits of a prompt.
 
     Generation ends after `max_new_tokens`, after a token of `eos_ids`, which is part of the output, or `deadline_s`
-    seconds after the submission, with the tokens generated so far. Requests are served in the order of submission; each
-    level of `priority` is worth some seconds of waiting (`Scheduler`). Priority does not influence which pages stay in
-    the cache.
+    seconds after the submission, with the tokens generated so far. Requests are served in the order of
+    `hicache.serving.order`; each level of `priority` is worth some seconds of waiting (`Scheduler`). Priority does not
+    influence which pages stay in the cache.
 
     `constraint`: belongs to this request alone, and may end its answer. `num_logprobs`: number of most likely tokens
     whose log probabilities are kept for each generated token, in addition to that of the chosen one. `scores_prompt`:

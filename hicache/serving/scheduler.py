@@ -302,8 +302,8 @@ class Scheduler:
             self._append_token(req, token)
 
     def _record_kv(self, req: ScheduledRequest) -> None:
-        """Record that KV of tokens [kv_len, end) is stored. KV of a prompt is committed at once, KV of generated tokens
-        later."""
+        """Record that KV of tokens [kv_len, end) is stored. KV of a prompt is also committed here; KV of generated
+        tokens is committed when the request ends or is preempted."""
         start, req.kv_len = req.kv_len, req.end
         if req.is_decoding:
             return

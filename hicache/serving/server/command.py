@@ -309,8 +309,8 @@ class _Server(uvicorn.Server):
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded, so that a port in use is reported at once. uvicorn listens on the
-    socket later."""
+    """Bind the port before the model is loaded, so that a port in use is reported without waiting for the model.
+    uvicorn listens on the socket later."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

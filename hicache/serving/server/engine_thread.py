@@ -84,7 +84,8 @@ class EngineThread:
 
     @property
     def metrics(self) -> Mapping[str, MetricValue]:
-        """Return the result of `engine.metrics()`, at most a second old while steps are short."""
+        """Return the result of `engine.metrics()`. It is at most a second old, and older only while a step takes longer
+        than a second."""
         return self._metrics
 
     def start(self, deliver: Callable[[Sequence[Event]], None]) -> None:
