@@ -161,7 +161,7 @@ _MESSAGES = {
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps the lines of the examples."""
+    """A formatter of help texts that keeps the line breaks of the examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)

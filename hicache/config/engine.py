@@ -306,8 +306,8 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from plain values; `disk`, `remote` and `advanced` are mappings. A `ConfigError` names the wrong
-        setting."""
+        """Build a configuration from plain values; `disk`, `remote` and `advanced` are mappings. Raises `ConfigError`,
+        which names the wrong setting."""
         return cls._of(as_mapping(values, "the configuration"))
 
     @staticmethod
@@ -324,8 +324,8 @@ class EngineConfig:
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, **defaults: Any) -> EngineConfig:
-        """Combine `defaults`, the file of `--config` and the given flags. Flags override the file, the file the
-        defaults."""
+        """Combine `defaults`, the file of `--config` and the given flags. Flags override the file, and the file
+        overrides the defaults."""
         values, sources = _combined(flags, defaults)
         with naming_flags(sources):
             return cls._of(values)

@@ -36,7 +36,7 @@ def key_of(config: DiskConfig | RemoteConfig) -> bytes:
 
 
 def key_at(path: Path, setting: str = "--new-key-file") -> bytes:
-    """The key in a file. Raises ConfigError, which names `setting`."""
+    """Return the key in a file. Raises ConfigError, which names `setting`, if the file has no valid key."""
     try:
         data = path.read_bytes()
     except OSError as error:

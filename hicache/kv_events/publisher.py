@@ -25,7 +25,7 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class EventBatch:
-    """The changes of one step. `time_s`: when the step ended, in seconds since the epoch."""
+    """The changes of the tree in one step of the scheduler. `time_s`: end of the step, in seconds since the epoch."""
 
     sequence: int
     time_s: float
@@ -110,7 +110,7 @@ class EventPublisher:
         """End the stream, write queued batches and close the sink. Waits at most `within_s` seconds for this, and
         returns whether it was done by then.
 
-        Idempotent. The thread is a daemon: one that hangs in its sink does not keep the process alive.
+        Idempotent. The thread is a daemon, so a thread that hangs in its sink does not keep the process alive.
         """
         if self._thread is None:
             self._sink.close()

@@ -36,7 +36,7 @@ class PrefillWork:
     chunk: int = 0
 
     def flops(self, num_tokens: int) -> int:
-        """Return the operations of a prefill of `num_tokens` tokens, none of them cached."""
+        """Return the number of operations of a prefill of `num_tokens` tokens, none of them cached."""
         total = num_tokens * self.token_flops + self.head_flops + self.full_pair_flops * _pairs(num_tokens)
         if self.window:
             inside = min(num_tokens, self.window)

@@ -241,7 +241,7 @@ class MambaRadixCache(BasePrefixCache):
             assert state is not None, "the caller has checked that a state is free"
             self._tree.attach(node, MAMBA, state)
         if self.enable_mamba_extra_buffer and (req.mamba_last_track_seqlen or 0) <= length:
-            req.mamba_last_track_seqlen = None  # the checkpoint is stored, or shorter than the stored prefix
+            req.mamba_last_track_seqlen = None  # stored now, or not needed, because a longer prefix is stored
 
 
 def _donated_state(req: CachedRequest) -> torch.Tensor:

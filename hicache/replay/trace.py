@@ -74,8 +74,8 @@ class Trace:
 def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Return for each prompt the ids of its prefixes, int64 `[blocks]`: id i names block i and all blocks before it.
 
-    Ids are 0, 1, 2, ... Prompts are sorted first: then the longest prefix that a prompt shares with any earlier prompt
-    is the one that it shares with the prompt directly before it.
+    Ids are 0, 1, 2, ... Prompts are processed in sorted order. In this order, the longest prefix that a prompt shares
+    with any earlier prompt is the one that it shares with the prompt directly before it.
     """
     found = [np.empty(0, np.int64)] * len(prompts)
     before = ids = np.empty(0, np.int64)

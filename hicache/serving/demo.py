@@ -46,7 +46,7 @@ TIERS = ("device", "host", "disk", "remote")
 _CHUNK_TOKENS = 8192  # prompt tokens of one forward pass
 # The packaged model has 36 times the weights of the random one: its demo takes two CPU cores about a minute.
 _PACKAGED_DOCUMENT_TOKENS, _DOCUMENT_TOKENS = 1024, 12288
-_MEASURED_TURN = 2  # the first one also loads libraries and compiles
+_MEASURED_TURN = 2  # the time of the first turn includes loading libraries and compiling
 _WIDTHS = (34, 7, 7, 7, 7, 7, 9, 9)
 
 
@@ -161,7 +161,8 @@ class _Workload:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that both halves of the demo compute, if the cache has each token once."""
+        """The number of tokens that both halves of the demo compute, if the half with the cache computes each token
+        once."""
         prompts = sum(len(prompt) for one in self.conversations for prompt in one.prompts)
         return self.working_set + prompts
 

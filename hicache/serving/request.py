@@ -37,7 +37,7 @@ class Constraint(Protocol):
     """Restricts the tokens of one answer. The state of a constraint depends on the tokens taken so far."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return whether each token id may be the next token. Ids beyond the end of the array may not."""
+        """Return whether each token id may be the next token. Ids beyond the end of the array may not be it."""
         ...
 
     def take(self, token: int) -> None:

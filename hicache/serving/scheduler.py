@@ -48,12 +48,13 @@ class Scheduler:
     """Serves requests through `runner` over `engine`. One thread calls all methods.
 
     `chunk_tokens`: maximum tokens of one pass. Each request that decodes gets one of them, and prompts share the
-    others, but get at least one. `max_pass_s`: maximum time of a pass with prompts, by the measured prefill speed, if
-    requests decode in it; otherwise it may take four times as long; 0: no limit. `max_running`: maximum requests that
-    hold slots. `stall_timeout_s`: maximum wait for slots while no running request could release any; then the request
-    fails. `priority_level_s`: seconds of waiting that a level of priority is worth. `max_overtake_s`: a request may
-    overtake requests submitted up to this many seconds earlier, if it has less left to compute; 0: first come, first
-    served. `clock`: returns the current time in seconds.
+    others, but get at least one. `max_pass_s`: maximum seconds, by the measured prefill speed, of a pass with prompts
+    in which other requests decode; a pass in which no request decodes may take four times as long; 0: no limit.
+    `max_running`: maximum number of requests that hold slots. `stall_timeout_s`: maximum seconds for which a request
+    waits for slots while no running request could release any; after that, the request fails. `priority_level_s`:
+    seconds of waiting that a level of priority is worth. `max_overtake_s`: a request may overtake requests submitted up
+    to this many seconds earlier, if it has less left to compute; 0: first come, first served. `clock`: returns the
+    current time in seconds.
 
     The engine must be started, and stays open when the scheduler is dropped.
     """

@@ -155,7 +155,7 @@ def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
 
 def _typed(notes: Console) -> Iterator[str]:
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # gives input() a history
+        importlib.import_module("readline")  # after this import, input() has a history of lines
     _note(notes, "Ctrl-D ends the chat")
     with contextlib.suppress(EOFError):
         while True:

@@ -125,7 +125,8 @@ def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder
 
 
 def _checked_keys(given: str | None) -> tuple[str, ...]:
-    """The keys of the flag or the environment. Raises ConfigError, without a key, if no client could send one."""
+    """Return the keys of the flag, or else those of the environment. Raises ConfigError if no client could send one of
+    the keys; the message contains no key."""
     keys = api_keys() if given is None else tuple(given.split(","))
     if given is not None and "" in keys:
         raise ConfigError("--api-key has an empty key; give keys with commas between them, or leave the flag out")
@@ -300,7 +301,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(MAX_BACKLOG)  # more connections may be queued than are accepted at once
+            listener.listen(MAX_BACKLOG)  # this queue may be longer than one round of accepts
         self.listening.set()
 
     @contextlib.contextmanager

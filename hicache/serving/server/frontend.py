@@ -24,7 +24,7 @@ from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
-_MAX_PROMPT_LOGPROBS = 1 << 20  # limit of a request, whose log probabilities take 100 MiB until they are sent
+_MAX_PROMPT_LOGPROBS = 1 << 20  # per request; at this limit, log probabilities take 100 MiB
 _MIN_S = 1e-3
 _CONTEXT_TOKENS = 32  # last tokens of a prompt that the decoder of the answer gets
 _SEED_MASK = (1 << 64) - 1  # negative seeds are converted to two's complement

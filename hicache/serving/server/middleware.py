@@ -130,5 +130,6 @@ class Gate:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1")
-        equal = [hmac.compare_digest(given, known) for known in self._keys]  # each of them, so that times tell nothing
+        # All keys are compared, so that the time of the check does not depend on the keys.
+        equal = [hmac.compare_digest(given, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(equal)
