@@ -71,7 +71,7 @@ REAL = Sizes(32768, 98304, 8192, 4.0, 2, 8, 1024, 512, _SESSIONS)
 ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 0.0, 1, 4, 1024, 512, _SESSIONS), 5.0
 # Times of an 8B model on an H100: per pass, per token, and per token and position. 98 304 tokens take 7.3 s.
 _PASS_S, _TOKEN_S, _PAIR_S = 0.012, 54e-6, 4.1e-10
-# time per token of a disk of 1.43 GB/s with 128 KiB per token; computing one of 98 304 tokens takes 76e-6 s
+# Time to read a token of 128 KiB from a disk of 1.43 GB/s. Computing a prompt of 98 304 tokens takes 76e-6 s per token.
 _DISK_TOKEN_S = 92e-6
 
 

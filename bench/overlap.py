@@ -394,8 +394,8 @@ def _time_submit(
 
 
 def _occupy(device: torch.device) -> torch.cuda.Event:
-    """Keep the idle device busy on the current stream for longer than a submission may take; returns an event at the
-    end of that work."""
+    """Wait until the device is idle, then queue work on the current stream that takes longer than submitting a load.
+    Returns an event at the end of this work."""
     torch.cuda.synchronize(device)
     torch.cuda._sleep(_BUSY_CYCLES)
     end = torch.cuda.Event()

@@ -43,7 +43,7 @@ def quick_division(x, divisor):
     """Return `x / divisor`, float32, in a third of the instructions of a division, if many elements share their
     divisor.
 
-    By the reciprocal and one correction, whose residual is exact thanks to the fused multiply-add (Markstein,
+    Computed by the reciprocal and one correction, whose residual is exact because of the fused multiply-add (Markstein,
     "Computation of elementary functions on the IBM RISC System/6000 processor", 1990): correctly rounded for divisors
     in (2**-100, 2**100) and |x| above 2**-100; smaller x may be off by one ulp, which no 8-bit format represents. NaN
     stays NaN.

@@ -70,7 +70,7 @@ class PageTable:
         kernels: Kernels,
         spans: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """See `PageMover`."""
+        """Build the tables of a pool's buffers. The arguments are those of `PageMover`."""
         check_kernels(kernels)
         if page_tokens < 1 or not layer_buffers or not all(layer_buffers):
             raise ValueError(f"page_tokens={page_tokens} over {len(layer_buffers)} layers: each needs at least 1")

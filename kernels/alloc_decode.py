@@ -53,7 +53,7 @@ def alloc_decode_naive(
     page_size: int,
     device: str | torch.device,
 ) -> None:
-    """The torch twin of the kernel: writes int64 slots `[requests]` into `out_indices` on `device`."""
+    """Write one int64 slot per request into `out_indices` on `device`, in torch, with the result of the kernel."""
     seq, last = (x.to(device=device, dtype=torch.int64) for x in (seq_lens, last_loc))
     needs_page = (seq - 1) % page_size == 0
     slots = last + 1

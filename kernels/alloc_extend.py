@@ -69,7 +69,8 @@ def alloc_extend_naive(
     page_size: int,
     device: str | torch.device,
 ) -> None:
-    """The torch twin of the kernel: writes int64 slots into `out_indices` on `device`.
+    """Write the int64 slots of a batch of extends into `out_indices` on `device`, in torch, with the result of the
+    kernel.
 
     `prefix_lens`, `seq_lens` and `last_loc` are integer tensors `[requests]`, `free_pages` int64 page ids.
     """

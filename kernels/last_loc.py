@@ -30,7 +30,7 @@ def _last_loc_kernel(req_to_token, req_pool_indices, prefix_lens, out, num_reque
 def get_last_loc_torch(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
-    """The torch twin of the kernel, by the formula of the module."""
+    """Look up the slots in torch, by the formula of the module, with the result of the kernel."""
     last = (prefix_lens.to(torch.int64) - 1).clamp(min=0)
     slots = req_to_token[req_pool_indices.to(torch.int64), last].to(torch.int64)
     return slots.masked_fill(prefix_lens <= 0, -1)

@@ -126,7 +126,8 @@ def latent_attention_naive(
     seq_lens: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """The torch twin of the kernels. It gathers the latent rows of all requests of the batch."""
+    """Compute the attention in torch, with the result of the kernels. Gathers the latent rows of all requests of the
+    batch."""
     rank, max_len = q_latent.shape[2], max(seq_lens.tolist(), default=0)
     inside = torch.arange(max_len, device=buffer.device) < seq_lens[:, None]
     slots = req_to_token[rows.long(), :max_len].long().masked_fill(~inside, 0)

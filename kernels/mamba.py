@@ -43,13 +43,13 @@ def _clear_kernel(x, slots, num_blocks, layer_stride, ROW: tl.constexpr, BLOCK: 
 
 
 def copy_states_naive(tensors: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:
-    """The torch twin of the copy kernel."""
+    """Copy states in torch, with the result of the copy kernel."""
     for x in tensors:
         x.index_copy_(1, dst.to(torch.int64), x.index_select(1, src))
 
 
 def clear_states_naive(tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-    """The torch twin of the clear kernel."""
+    """Clear states in torch, with the result of the clear kernel."""
     for x in tensors:
         x.index_fill_(1, slots.to(torch.int64), 0)
 

@@ -40,8 +40,8 @@ _WARPS = 4  # number of warps per program
 
 @dataclass(frozen=True)
 class PackFormat:
-    """Format of packed pages. `bits` of a code: 3 or 4. `escapes`: maximum share of escapes among the values of a tile,
-    for each buffer of a layer; the last share also applies to all later buffers."""
+    """The format of packed pages. `bits`: bits of a code, 3 or 4. `escapes`: maximum share of escapes among the values
+    of a tile, for each buffer of a layer; the last share also applies to all later buffers."""
 
     bits: int
     escapes: tuple[float, ...]
@@ -92,7 +92,8 @@ class PagePacker:
     def __init__(
         self, layer_buffers: Sequence[Sequence[torch.Tensor]], page_tokens: int, kernels: Kernels, format: PackFormat
     ) -> None:
-        """`layer_buffers`, `page_tokens`, `kernels`: see `PageMover`. `format`: format of the packed pages."""
+        """Build the tables of a pool's buffers. `layer_buffers`, `page_tokens`, `kernels`: see `PageMover`. `format`:
+        format of the packed pages."""
         self.table = PageTable(layer_buffers, page_tokens, kernels)
         self.page_tokens = page_tokens
         self.format = format
@@ -213,7 +214,7 @@ class PagePacker:
         num_layers: int,
         misfits: torch.Tensor | None,
     ) -> None:
-        """The torch twin of the kernel."""
+        """Pack or unpack pages in torch, with the result of the kernel."""
         pages, width = slots.view(-1, self.page_tokens), self._width
         for layer in range(num_layers):
             for buffer, segment in enumerate(self.table.segments[first_layer + layer]):
@@ -257,7 +258,7 @@ def pack_tiles(values: torch.Tensor, tiles: torch.Tensor, bits: int, num_escapes
 
 
 def unpack_tiles(tiles: torch.Tensor, tokens: int, channels: int, bits: int, num_escapes: int) -> torch.Tensor:
-    """The inverse of `pack_tiles`: int16 `[tiles, tokens, channels]`."""
+    """Return the values of packed tiles, int16 `[tiles, tokens, channels]`: the inverse of `pack_tiles`."""
     num_tiles, escape = tiles.shape[0], (1 << bits) - 1
     ends, wide = _ends(tokens, channels, num_escapes), tiles.to(torch.int32)
     tops, fractions = wide[:, : ends[0]], wide[:, ends[1] : ends[2]].view(num_tiles, _PARTS // 2, -1, 2)

@@ -89,7 +89,8 @@ class PageMover:
         kernels: Kernels,
         spans: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`layer_buffers` has, for each layer by dense index, its buffers `[num_rows, ...row]` with contiguous rows.
+        """Build the tables of a pool's buffers. `layer_buffers`: for each layer by dense index, its buffers `[num_rows,
+        ...row]` with contiguous rows. `page_tokens`: tokens of a host page.
 
         `spans`: for each buffer the number of tokens that share a row, a divisor of `page_tokens`; None: 1 for all.
         """
@@ -156,7 +157,7 @@ class PageMover:
     def _move_naive(
         self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int, gather: bool
     ) -> None:
-        """The torch twin of the kernel."""
+        """Copy pages in torch, with the result of the kernel."""
         num_pages, staging_width = staging.shape[0], _word_of(staging)
         for layer in range(first_layer, first_layer + num_layers):
             start = self.table.ends[layer] - self.table.ends[first_layer]

@@ -48,9 +48,10 @@ class PoolQueries:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """The mask and the scores of a layer. `scale` is the factor of the dot products. `window` is the number of keys
-    that a query sees, including its own; 0: all. `softcap` 0: none. `sinks` are [query heads]; None: none. `chunk`: a
-    query sees the keys of its own chunk of `chunk` positions; 0: all. A layer has a window or chunks, not both."""
+    """The mask and the scores of a layer. `scale`: factor of the dot products. `window`: number of keys that a query
+    sees, including its own; 0: all keys. `softcap`: limit of the scores; 0: no limit. `sinks`: logit of the sink of
+    each query head, [query heads]; None: no sinks. `chunk`: a query sees only keys of its own chunk of `chunk`
+    positions; 0: all keys. A layer has a window or chunks, not both."""
 
     scale: float
     window: int = 0

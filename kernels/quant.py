@@ -198,9 +198,10 @@ def quantise_kv(
     loc: torch.Tensor,
     kernels: Kernels,
 ) -> None:
-    """Quantise and store. `k`, `v`: finite floats `[tokens, heads, dim]`, rows contiguous, of one dtype; `data`: int8
-    or uint8 (fp8) `[slots, heads, dim]` of keys and of values, `scales`: float32 `[slots, heads]` of each; `loc` int32
-    or int64 `[tokens]`. Dims may differ. A ValueError names what does not match."""
+    """Quantise keys and values, and store them at the slots `loc`. `k`, `v`: finite floats `[tokens, heads, dim]`, rows
+    contiguous, of one dtype; `data`: int8 or uint8 (fp8) `[slots, heads, dim]` of keys and of values, `scales`: float32
+    `[slots, heads]` of each; `loc` int32 or int64 `[tokens]`. Dims may differ. A ValueError names what does not
+    match."""
     check_kernels(kernels)
     _check(data, scales)
     for x, values, name in ((k, data[0], "k"), (v, data[1], "v")):

@@ -290,8 +290,9 @@ def store_kv(
     """Store keys and values of `tokens` slots. `k`, `v`: `[tokens, ...row]`; buffers: `[slots, ...row]`, both of one
     dtype; `loc` int32 or int64 `[tokens]`. Rows of k and v may differ in size. With a scale (a number, or a tensor of
     one element on the device), or where dtypes differ, rows are float32, bfloat16 or float16, and buffers those or fp8.
-    `only` stores one of the two, by the same compiled kernel, so that a CUDA graph may be captured with the two on two
-    streams after a step that stored both. A ValueError names shapes, dtypes or devices that do not match."""
+    With `only`, only the keys or only the values are stored, by the same compiled kernel. Therefore, after a step that
+    stored both, a CUDA graph may be captured in which keys and values are stored on two streams. A ValueError names
+    shapes, dtypes or devices that do not match."""
     check_kernels(kernels)
     _check(k, k_buffer, k_scale, loc, "k")
     _check(v, v_buffer, v_scale, loc, "v")

@@ -27,7 +27,7 @@ def _translate_kernel(mapping, loc, out, num_tokens, num_slots, BLOCK: tl.conste
 
 
 def translate_slots_naive(mapping: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
-    """The torch twin of the kernel."""
+    """Translate slots in torch, with the result of the kernel."""
     slot = loc.to(torch.int64)
     window_slot = mapping[slot.clamp(0, mapping.numel() - 1)].masked_fill(slot >= mapping.numel(), 0)
     return torch.where(slot < 0, slot, window_slot)

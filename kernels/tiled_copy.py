@@ -155,14 +155,15 @@ def _copy_kernel(
 
 
 class TiledCopy:
-    """Moves rows between slots of one pool, in all its buffers at once.
+    """Moves rows between slots of one pool, in all buffers of the pool with one call.
 
     Owns the address table and an int64 stamp per slot; keeps the buffers alive. One thread at a time. Kernels run on
     the current stream of the buffers' device, and the host never waits.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], kernels: Kernels, tile_bytes: int | None = None) -> None:
-        """`buffers`: `[slots, ...row]` each, rows contiguous, of equal slots. `tile_bytes` overrides the choice."""
+        """Build the table of addresses of `buffers`, each `[slots, ...row]` with contiguous rows and the same number of
+        slots. `tile_bytes`: bytes of a row in a tile of the kernel for few rows; None: chosen by the row sizes."""
         check_kernels(kernels)
         slots = {len(buffer) for buffer in buffers}
         if len(slots) != 1:

@@ -64,7 +64,7 @@ def write_req_to_token_pool_torch(
     seq_lens: Sequence[int],
     out_cache_loc: torch.Tensor,
 ) -> None:
-    """The torch twin of the kernel, from lengths and rows on the host."""
+    """Write the rows in torch, from lengths and rows on the host, with the result of the kernel."""
     first = 0
     for row, prefix, pre, seq in zip(rows, prefix_tensors, pre_lens, seq_lens, strict=True):
         req_to_token[row, :pre] = prefix[:pre]

@@ -157,8 +157,9 @@ class ZeroCopyMover:
     """
 
     def __init__(self, mover: PageMover, host: torch.Tensor, blocks: int = 4) -> None:
-        """`host`: uint8 `[pages, page_bytes]` in CPU memory, pinned if the pool is on a GPU; the bytes of a page are
-        contiguous. `blocks`: maximum number of programs of a launch."""
+        """Prepare copies between the pool of `mover` and host pages. `host`: uint8 `[pages, page_bytes]` in CPU memory,
+        pinned if the pool is on a GPU; the bytes of a page are contiguous. `blocks`: maximum number of programs of a
+        launch."""
         page_bytes = mover.group_bytes(0, mover.num_layers)
         if host.dtype != torch.uint8 or host.dim() != 2 or host.shape[1] != page_bytes or host.stride(1) != 1:
             raise ValueError(
@@ -222,7 +223,7 @@ class ZeroCopyMover:
     def _copy_naive(
         self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int, load: bool
     ) -> None:
-        """The torch twin of the kernel."""
+        """Copy pages in torch, with the result of the kernel."""
         begin, end = self._table.ends[first_layer], self._table.ends[first_layer + num_layers]
         host, ids = self._host.numpy(), pages.cpu().numpy()  # numpy copies whole rows, torch byte by byte
         if load:

@@ -72,8 +72,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         kvcache: SlotStore | None,
         need_sort: bool,
     ) -> None:
-        """`size` is the number of tokens without page 0, rounded down to a multiple of the page size. Raises
-        ConfigError below one page."""
+        """Create an allocator whose slots are all free. `size`: number of slots without page 0, rounded down to a
+        multiple of the page size. Raises ConfigError below one page."""
         if page_size < 1 or size < page_size:
             raise ConfigError(f"size={size} holds no page of page_size={page_size}; raise device_tokens")
         self.size = size
@@ -215,7 +215,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._store().load_cpu_copy(kv_cache_cpu, indices)
 
     def get_stats(self) -> PoolStats:
-        """Total and used tokens, utilisation, pages and free pages. No wait for the device."""
+        """Return the numbers of total and used tokens, the utilisation, and the numbers of pages and free pages. Does
+        not wait for the device."""
         return pool_stats(self.num_pages * self.page_size, self.available_size(), self.page_size)
 
     def check_memory_pressure(self) -> Pressure:

@@ -101,10 +101,10 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         `[extend_num_tokens]`, or None, without any change, if pages are short.
 
         Lengths are integer tensors `[requests]` in tokens, given on the device and on the CPU. `last_loc`: slot of the
-        prefix's last token, -1 without a prefix: (last_loc + 1) % page_size == prefix_len % page_size. One launch, no
-        wait for the device. Raises ShapeError if lengths disagree. Raises InvariantError if a `last_loc` does not end
-        its prefix; on CUDA outside debug mode this is an assertion of the device, after which the process cannot use
-        the device.
+        prefix's last token, -1 without a prefix; (last_loc + 1) % page_size equals prefix_len % page_size. Needs one
+        launch, and does not wait for the device. Raises ShapeError if lengths disagree. Raises InvariantError if a
+        `last_loc` does not end its prefix; on CUDA outside debug mode this is an assertion of the device, after which
+        the process cannot use the device.
         """
         prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
         new_tokens = seq - prefix

@@ -58,7 +58,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         kvcache: WindowStore | None,
         need_sort: bool,
     ) -> None:
-        """`size` and `size_swa` in tokens, without page 0. ConfigError if either is below one page."""
+        """Create both allocators with all slots free. `size`, `size_swa`: numbers of full slots and of window slots,
+        without page 0. Raises ConfigError if either is below one page."""
 
         def allocator_of(tokens: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
             if page_size == 1:
@@ -88,7 +89,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self.swa_attn_allocator.available_size()
 
     def available_size(self) -> int:
-        """Return the number of tokens that can be allocated now: the smaller number of the two allocators."""
+        """Return the number of tokens that can be allocated now, the smaller one of the two allocators' numbers."""
         return min(self.full_available_size(), self.swa_available_size())
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
@@ -186,8 +187,9 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """Map full slots `to_slots` to the window slots of `from_slots`, one to one, and unmap `from_slots`. Both are
         complete pages.
 
-        No wait for the device. On the CPU and in debug mode InvariantError if one of `from_slots` is unmapped or one of
-        `to_slots` is mapped. Raises ShapeError if their numbers or offsets within pages differ.
+        Does not wait for the device. Raises InvariantError, on the CPU and in debug mode, if one of `from_slots` is
+        unmapped or one of `to_slots` is mapped. Raises ShapeError if `from_slots` and `to_slots` differ in their number
+        or in their offsets within pages.
         """
         if from_slots.numel() != to_slots.numel():
             raise ShapeError(f"window slots of {from_slots.numel()} full slots for {to_slots.numel()} others")
@@ -202,7 +204,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def unmap(self, full_slots: torch.Tensor) -> torch.Tensor:
         """Unmap full slots, complete pages, and return their window slots, which the caller owns until it passes them
-        to `free_unmapped`. No wait for the device."""
+        to `free_unmapped`. Does not wait for the device."""
         window_slots = self.full_to_swa_index_mapping[full_slots]
         self.full_to_swa_index_mapping[full_slots] = 0
         self._num_unmapped += full_slots.numel()
@@ -326,11 +328,11 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._mapping_by_page[pages] = 0
 
     def _last_window_slots(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """Window slots of the prefixes' last tokens; -1 for a prefix of complete pages, whose last slot is not needed
-        and may be outside the window.
+        """Return the window slots of the prefixes' last tokens; -1 for a prefix of complete pages, whose last slot is
+        not needed and may be outside the window.
 
-        If new tokens would fill the rest of a window page that was freed: InvariantError on the CPU and in debug mode;
-        on CUDA the slot is also -1, which fails the window allocator's assertion.
+        New tokens may not fill the rest of a window page that was freed. In this case, the method raises InvariantError
+        on the CPU and in debug mode. On CUDA the returned slot is -1, which fails the window allocator's assertion.
         """
         window_slots = self.translate_loc_from_full_to_swa(last_loc)
         needed = prefix_lens % self.page_size != 0

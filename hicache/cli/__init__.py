@@ -53,8 +53,9 @@ _EXAMPLES = "examples:"
 
 
 class _Command(NamedTuple):
-    """A subcommand. `flags`: the module with `add_flags`, if it is not `module`. `first`: the flags that `--help` lists
-    if `--help-all` lists the rest; empty: `--help` lists all. `examples`: commands at the end of the help."""
+    """A subcommand. `module` has the function `run`; `flags` is the module with `add_flags`, if it is another one.
+    `first`: flags that `--help` lists, while `--help-all` lists all flags. If `first` is empty, `--help` lists all
+    flags, and there is no `--help-all`. `examples`: commands at the end of the help."""
 
     module: str
     help: str
@@ -160,7 +161,7 @@ _MESSAGES = {
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps the lines of the examples."""
+    """A formatter of help texts that keeps the line breaks of the examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
@@ -222,7 +223,8 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with every flag. `hidden`: help texts of the flags that `--help` leaves out."""
+    """The action of `--help-all`, which prints the help with every flag. `hidden`: help texts of the flags that
+    `--help` leaves out."""
 
     def __init__(self, hidden: dict[argparse.Action, str | None], **given: Any) -> None:
         super().__init__(nargs=0, **given)
@@ -278,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupt_ends_the_process() -> Iterator[None]:
-    """While modules are imported, let Ctrl-C end the process at once. Nothing needs cleanup yet, and an exception
+    """While modules are imported, let Ctrl-C end the process immediately. Nothing needs cleanup yet, and an exception
     inside an import may be swallowed or printed as a traceback of another package."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -297,7 +299,7 @@ def _interrupt_ends_the_process() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str | None:
-    """Return the message of an error of input or environment; None for a defect of hicache."""
+    """Return the message of an error that the input or the environment caused; None for a defect of hicache."""
     if isinstance(error, ImportError):
         missing = (error.name or "").split(".")[0]
         extra = _EXTRAS.get(missing)

@@ -91,7 +91,7 @@ class AdvancedConfig:
 
 
 def default_write_policy(*, has_stores: bool) -> str:
-    """The write policy if none is given.
+    """Return the write policy of an engine for which none is given.
 
     Without stores it is `exclusive`: device and host hold different pages. With stores it is `write_through`, so that
     the stores, which other engines may share, soon have the pages that a request computed.
@@ -100,8 +100,9 @@ def default_write_policy(*, has_stores: bool) -> str:
 
 
 def host_order(eviction_policy: str, write_policy: str) -> str:
-    """The eviction order of the host if none is given. Under `exclusive` the host holds only pages that the device
-    evicted; under `auto` the device has already ranked these by their uses, so the host orders them by recency."""
+    """Return the eviction policy of the host if none is given: that of the device, except for `auto` under `exclusive`.
+    Under `exclusive`, the host mainly has pages that the device evicted. The policy `auto` of the device has already
+    ranked these pages by their uses, so the host's policy is `lru`."""
     return "lru" if (write_policy, eviction_policy) == ("exclusive", "auto") else eviction_policy
 
 
@@ -274,7 +275,8 @@ class EngineConfig:
 
     @property
     def cache_page_size(self) -> int:
-        """Tokens of a page of the tree: the host page if there is a host tier, else the device page."""
+        """The number of tokens of a page of the tree: that of the host page if there is a host tier, else that of the
+        device page."""
         return self.host_page_size if self.has_host else self.page_size
 
     @property
@@ -284,7 +286,7 @@ class EngineConfig:
 
     @property
     def host_order(self) -> str:
-        """The eviction order of the host."""
+        """The eviction policy of the host."""
         return self.host_eviction_policy or host_order(self.eviction_policy, self.write_policy)
 
     def require_store_tier(self, name: str = "disk") -> None:
@@ -296,16 +298,16 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype of `dtype`. Raises `ConfigError` if it is "auto"; the configuration of a built engine never
-        is."""
+        """Return the torch dtype of `dtype`. Raises `ConfigError` if it is "auto"; the configuration of a built engine
+        never is."""
         if self.dtype == "auto":
             raise ConfigError(f"dtype=auto follows the model; set dtype to one of {', '.join(_DTYPES)}")
         return dtype_named(self.dtype)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from plain values; `disk`, `remote` and `advanced` are mappings. A `ConfigError` names the wrong
-        setting."""
+        """Build a configuration from plain values; `disk`, `remote` and `advanced` are mappings. Raises `ConfigError`,
+        which names the wrong setting."""
         return cls._of(as_mapping(values, "the configuration"))
 
     @staticmethod
@@ -322,8 +324,8 @@ class EngineConfig:
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, **defaults: Any) -> EngineConfig:
-        """Combine `defaults`, the file of `--config` and the given flags. Flags override the file, the file the
-        defaults."""
+        """Combine `defaults`, the file of `--config` and the given flags. Flags override the file, and the file
+        overrides the defaults."""
         values, sources = _combined(flags, defaults)
         with naming_flags(sources):
             return cls._of(values)

@@ -30,8 +30,8 @@ class Variable:
     is_secret: bool = False
 
     def read(self) -> tuple[str, str]:
-        """The value and the name of the variable that has it; both empty if none is set. Raises `ConfigError` for a
-        wrong value."""
+        """Return the value, and the name of the variable that has it; both are empty if no variable is set. Raises
+        `ConfigError` for a wrong value."""
         name = next((name for name in self.names if os.environ.get(name)), "")
         value = os.environ[name] if name else ""
         if value and self.words and value.lower() not in self.words:
@@ -110,7 +110,7 @@ def models_folder() -> Path:
 
 
 def digests_folder() -> Path:
-    """The folder for digests of weights whose own folder is not writable."""
+    """Return the folder for digests of weights whose own folder is not writable."""
     return _cache_folder() / "digests"
 
 

@@ -14,8 +14,8 @@ from hicache.errors import ConfigError
 
 
 class Layer(NamedTuple):
-    """Values from one source; values of a section are a mapping. `source`: its name; empty: each value came from its
-    flag."""
+    """Values of settings from one source; values of a section are a mapping. `source`: name of the source; empty: the
+    source is the command line, and each value came from the flag of its setting."""
 
     values: Mapping[Any, Any]
     source: str = ""
@@ -40,8 +40,9 @@ def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any]
 
 @contextlib.contextmanager
 def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
-    """In this context, a `ConfigError` about a setting given by a flag names the flag: `--page-size 48` instead of
-    `page_size=48`, and `raise --device-tokens` instead of `raise device_tokens`. `sources`: as returned by `combine`.
+    """Within the `with` block, let a `ConfigError` about a setting given by a flag name the flag: `--page-size 48`
+    instead of `page_size=48`, and `raise --device-tokens` instead of `raise device_tokens`. `sources`: as returned by
+    `combine`.
     """
     try:
         yield

@@ -16,13 +16,14 @@ _HEX_DIGITS = 2 * KEY_BYTES
 
 
 def cipher_of(config: DiskConfig | RemoteConfig) -> PageCipher | None:
-    """The configured cipher; None: pages are not encrypted. Raises ConfigError for an unreadable key or two keys."""
+    """Return the configured cipher; None: pages are not encrypted. Raises ConfigError for an unreadable key or two
+    keys."""
     key = key_of(config)
     return PageCipher(key) if key else None
 
 
 def key_of(config: DiskConfig | RemoteConfig) -> bytes:
-    """The configured key; b"": pages are not encrypted. Raises ConfigError for an unreadable key or two keys."""
+    """Return the configured key; b"": pages are not encrypted. Raises ConfigError for an unreadable key or two keys."""
     tier = "disk" if isinstance(config, DiskConfig) else "remote"
     key = disk_key()
     if key and config.key_file:
@@ -35,7 +36,7 @@ def key_of(config: DiskConfig | RemoteConfig) -> bytes:
 
 
 def key_at(path: Path, setting: str = "--new-key-file") -> bytes:
-    """The key in a file. Raises ConfigError, which names `setting`."""
+    """Return the key in a file. Raises ConfigError, which names `setting`, if the file has no valid key."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -44,7 +45,8 @@ def key_at(path: Path, setting: str = "--new-key-file") -> bytes:
 
 
 def _parse(data: bytes, where: str) -> bytes:
-    """The key in 64 hex digits or base64; surrounding white space is ignored. `where`: its source, for the error."""
+    """Return the key that `data` contains as 64 hex digits or in base64, ignoring surrounding white space. `where`: the
+    source of the key, for the error."""
     text = data.strip()
     try:
         key = bytes.fromhex(text.decode()) if len(text) == _HEX_DIGITS else base64.b64decode(text, validate=True)

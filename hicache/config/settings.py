@@ -36,7 +36,7 @@ _short.maxstring = _short.maxother = 80
 
 
 def short_repr(value: object) -> str:
-    """`repr` for a message, shortened to about 80 characters."""
+    """Return `repr(value)` for a message, shortened to about 80 characters."""
     try:
         return _short.repr(value)
     except ValueError:  # Python refuses to convert integers of more than 4300 digits
@@ -305,7 +305,7 @@ def settle(config: object, prefix: str = "") -> None:
 
 
 def as_mapping(values: object, name: str) -> Mapping[Any, Any]:
-    """`values`; raises `ConfigError` if they are not a mapping."""
+    """Return `values` as a mapping. Raises `ConfigError` if they are not a mapping; `name` is named in its message."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} is not a mapping of names to values but {short_repr(values)}")
     return values

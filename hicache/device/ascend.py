@@ -46,8 +46,8 @@ class _NpuPool(RowPool):
 
 
 class AscendTokenToKVPool(_NpuPool):
-    """`kv_buffer` `[2, layers, pages, page_size, head_num, head_dim]`: keys, then values; zero-filled, in
-    `store_dtype`.
+    """A pool for multi-head attention whose `kv_buffer` is `[2, layers, pages, page_size, head_num, head_dim]`: keys,
+    then values; zero-filled, in `store_dtype`.
 
     The getters return a layer's pages, `[pages, page_size, head_num, head_dim]`; slot s is token s % page_size of page
     s // page_size.

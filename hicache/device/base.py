@@ -239,7 +239,7 @@ class KVCache(ABC):
         )
 
     def _spans_of(self, layer_id: int) -> tuple[int, ...]:
-        """For each buffer of a layer, the number of slots that share a row."""
+        """Return, for each buffer of a layer, the number of slots that share a row."""
         return self.layout.spans_of(layer_id)
 
     def _slot_rows(self, layer_id: int) -> tuple[SlotRows, ...]:

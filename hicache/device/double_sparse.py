@@ -11,8 +11,9 @@ from hicache.kernels.store_kv import Scale, store_rows
 
 
 class DoubleSparseTokenToKVPool(RowPool):
-    """Layer `start_layer + i` has `k_buffer[i]`, `v_buffer[i]` `[size + page_size, head_num, head_dim]` and
-    `label_buffer[i]` `[size + page_size, head_num, heavy_channel_num]`, zero-filled, in `store_dtype`."""
+    """Keys, values and labels. Layer `start_layer + i` has `k_buffer[i]`, `v_buffer[i]` `[size + page_size, head_num,
+    head_dim]` and `label_buffer[i]` `[size + page_size, head_num, heavy_channel_num]`, zero-filled, in
+    `store_dtype`."""
 
     def __init__(
         self,

@@ -47,7 +47,8 @@ class HybridLinearKVPool(MappedKVPool):
         qk_rope_head_dim: int | None = None,
         v_head_dim: int | None = None,
     ) -> None:
-        """With `use_mla` rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`; head sizes are ignored.
+        """Allocate the attention pool. With `use_mla`, its rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`
+        elements, and head sizes are ignored.
 
         Raises ConfigError for `enable_kvcache_transpose`, for missing or duplicate layers, and for a missing MLA size.
         """

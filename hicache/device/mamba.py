@@ -136,7 +136,8 @@ class MambaPool:
         speculative_num_draft_tokens: int | None = None,
         enable_memory_saver: bool = False,
     ) -> None:
-        """With `speculative_num_draft_tokens`, allocate draft buffers for `spec_state_size` requests; 0 means all."""
+        """Allocate the states. With `speculative_num_draft_tokens`, also allocate draft buffers for `spec_state_size`
+        requests; 0: for `size` requests."""
         if size < 1 or spec_state_size < 0 or (speculative_num_draft_tokens or 1) < 1:
             raise ConfigError(
                 f"size={size}, spec_state_size={spec_state_size}, "
@@ -204,7 +205,7 @@ class MambaPool:
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free states. The ids are copied. On CPU tensors, or with HICACHE_DEBUG=1, DoubleFree is raised before any
+        """Free states. The ids are copied. Raises DoubleFree, on CPU tensors or with HICACHE_DEBUG=1, before any
         change."""
         slots = free_index.reshape(-1).to(torch.int64)
         if not slots.numel():
@@ -222,8 +223,8 @@ class MambaPool:
         return slots
 
     def copy_from(self, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
-        """Copy states one to one. InvariantError (on CPU tensors, or with HICACHE_DEBUG=1) if a state other than state
-        0 (padding) is written by one pair and read or written by another."""
+        """Copy states one to one. Raises InvariantError, on CPU tensors or with HICACHE_DEBUG=1, if a state other than
+        state 0 (padding) is written by one pair and read or written by another."""
         src, dst = src_index.reshape(-1), dst_index.reshape(-1)
         if src.numel() != dst.numel():
             raise ShapeError(f"{src.numel()} source states for {dst.numel()} target states")

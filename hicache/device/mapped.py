@@ -32,7 +32,8 @@ class MappedKVPool(KVCache):
         device: str | torch.device,
         enable_memory_saver: bool,
     ) -> None:
-        """`layers` has, for each global layer id, the inner pool of the layer and its dense id in that pool."""
+        """Build a pool over inner pools. `layers` has, for each global layer id, the inner pool of the layer and its
+        dense id in that pool."""
         super().__init__(size, page_size, dtype, len(layers), device, enable_memory_saver)
         self._layers = dict(sorted(layers.items()))
         self._positions = {layer_id: position for position, layer_id in enumerate(self._layers)}

@@ -15,7 +15,8 @@ from hicache.kernels.store_kv import Scale, store_rows
 
 
 class MLATokenToKVPool(RowPool):
-    """`kv_buffer` `[layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`, zero-filled, in `store_dtype`.
+    """A pool of latent rows: `kv_buffer` `[layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`, zero-filled,
+    in `store_dtype`.
 
     Layer 0 is `start_layer`. The value of a token is the first part of its key.
     """
@@ -50,7 +51,7 @@ class MLATokenToKVPool(RowPool):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _arrange(self, latent: torch.Tensor) -> torch.Tensor:
-        """`kv_buffer` as a view of the rows `[layers, slots, 1, elements]`."""
+        """Return `kv_buffer` as a view of the rows `[layers, slots, 1, elements]`."""
         return latent
 
     def _further_rows(self) -> list[Row]:

@@ -63,8 +63,9 @@ class NSATokenToKVPool(MLATokenToKVPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """`kv_cache_dim`: elements of a latent row if it is wider than its two parts; `set_kv_buffer` stores complete
-        rows. Raises ConfigError unless `index_head_dim` is 128, the number of elements that share a scale."""
+        """Allocate the pool. `kv_cache_dim`: elements of a latent row if it is wider than its two parts;
+        `set_kv_buffer` stores complete rows. Raises ConfigError unless `index_head_dim` is 128, the number of elements
+        that share a scale."""
         if index_head_dim != KEY_BYTES:
             raise ConfigError(f"index_head_dim={index_head_dim}: index keys are quantised in blocks of {KEY_BYTES}")
         parts = kv_lora_rank + qk_rope_head_dim

@@ -66,8 +66,8 @@ class ReqToTokenPool:
         free.
 
         Either argument may be the requests; if both are given, `need_size` must be their number (else ShapeError). A
-        request that has a row (`req_pool_idx`) keeps it; InvariantError if that row is not allocated. Without
-        arguments: returns one row, -1 if none is free.
+        request that has a row (`req_pool_idx`) keeps it; raises InvariantError if that row is not allocated. Without
+        arguments, returns one row, or -1 if none is free.
         """
         if isinstance(need_size, Sequence):
             need_size, reqs = None, need_size
@@ -96,7 +96,8 @@ class ReqToTokenPool:
     def write(
         self, indices: tuple[int | torch.Tensor, slice | int | torch.Tensor] | list[int], values: torch.Tensor
     ) -> None:
-        """`req_to_token[indices] = values`: slots for (row, slice), tensors of rows and positions, or complete rows."""
+        """Write slots to the table: `req_to_token[indices] = values`. `indices`: (row, slice), tensors of rows and
+        positions, or rows that are written completely."""
         # If the index is a slice, torch accepts values of any integer type. With other indices, the values must have
         # the dtype of the table.
         is_slice = isinstance(indices, tuple) and isinstance(indices[1], slice)

@@ -90,7 +90,7 @@ class RowPool(KVCache):
         return tensors
 
     def _build_lazily(self, rows: Sequence[Row]) -> LazyLayers:
-        """Like `_build`, but each layer is allocated, and counted in `mem_usage`, at its first use."""
+        """Build tensors as `_build` does, but allocate each layer, and count it in `mem_usage`, at its first use."""
 
         def allocate() -> tuple[torch.Tensor, ...]:
             buffers = tuple(tensor[0] for tensor in self._allocate(rows, 1))
@@ -127,12 +127,12 @@ class RowPool(KVCache):
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of each layer, including page 0."""
+        """Return the number of slots of each layer, including page 0."""
         return self.size + self.page_size
 
     @property
     def num_pages(self) -> int:
-        """Number of device pages for `size` tokens, plus page 0."""
+        """Return the number of device pages for `size` tokens, plus page 0."""
         return -(-self.size // self.page_size) + 1
 
     def _positive(self, **sizes: int) -> None:

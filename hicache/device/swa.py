@@ -33,7 +33,8 @@ class _Translation:
 
 
 class SWAKVPool(MappedKVPool):
-    """`full_kv_pool` for layers with full attention, `swa_kv_pool` for layers with a window, under global layer ids.
+    """A pool with two inner pools under global layer ids: `full_kv_pool` for layers with full attention, and
+    `swa_kv_pool` for layers with a window.
 
     Callers pass full slots; window layers translate them. In a forward that writes its layers in ascending order, the
     first window layer translates `loc` and the other window layers reuse the result. `layers_mapping[layer_id]` is
@@ -60,8 +61,8 @@ class SWAKVPool(MappedKVPool):
         swa_head_dim: int | None = None,
         swa_v_head_dim: int | None = None,
     ) -> None:
-        """`swa_head_num`, `swa_head_dim` and `swa_v_head_dim` are sizes of window layers, if they differ from full
-        layers.
+        """Allocate both inner pools. `size`, `size_swa`: numbers of full slots and of window slots. `swa_head_num`,
+        `swa_head_dim` and `swa_v_head_dim` are sizes of window layers, if they differ from those of full layers.
 
         Raises ConfigError for layer ids that are missing, duplicate or of both kinds, and for
         `enable_kvcache_transpose`.
@@ -95,7 +96,7 @@ class SWAKVPool(MappedKVPool):
 
     @property
     def layout(self) -> PoolLayout:
-        """Raises ConfigError, because the pool has two layouts."""
+        """Raise ConfigError, because the pool has two layouts."""
         raise ConfigError("SWAKVPool has two slot spaces with a layout each; use slot_spaces")
 
     @cached_property

@@ -72,7 +72,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, LoadPolicy, Requests
 from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease, Prefetch
-from hicache.flow.located import Located, first_gap
+from hicache.flow.located import Located, first_gap, spans
 from hicache.flow.misses import Unused
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
@@ -1107,8 +1107,8 @@ class Prefetcher(Movement):
         reason = MissReason.NO_ROWS if request.was_postponed or request.lacks_host_room else MissReason.GATE
         if request.lookup is not None:  # the request waits no longer for the answer
             return [(request.num_usable, request.located.num_pages, reason)]
-        edges = np.flatnonzero(np.diff(request.located.full & ~_IN_MEMORY != 0, prepend=False, append=False)).tolist()
-        return [(start, end, reason) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        arriving = np.flatnonzero(request.located.full & ~_IN_MEMORY)
+        return [(start, end, reason) for start, end in spans(arriving.tolist())]
 
     def cancel(self, request_id: str) -> None:
         """The request is admitted or gone: read no further for it, unless other requests need the same pages."""

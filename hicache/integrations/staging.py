@@ -237,7 +237,7 @@ class WaitingTier:
         for job in jobs:
             self._do(self._release, job)
 
-    # Under the lock
+    # Methods whose caller holds the lock
 
     def _begin(self, staging: StagingPages, num_pages: int, page_bytes: int) -> _StagedJob | None:
         """A new job with `num_pages` pages of `staging`. Returns None if fewer are free."""

@@ -38,7 +38,8 @@ _CONFIGS = ("config.json", "params.json", ".index.json")  # suffixes of the name
 _NO_CONFIGS = {"generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"}
 _ADAPTER = "adapter_config.json"
 _READERS, _PIECE_BYTES = 4, 8 << 20
-# A write within the same tick of a file system's clock does not change its times. FAT has the longest tick.
+# If a file is written twice within one tick of the file system's clock, the second write does not change the times of
+# the file. FAT has the longest tick, 2 s.
 _TICK_NS = 2_000_000_000
 
 Clock = Callable[[], int]

@@ -1,4 +1,5 @@
-"""KV events for routers: which blocks an engine's tiers have, so that routers choose engines by it (docs/events.md)."""
+"""KV events: they tell routers which blocks the tiers of an engine have, so that a router can choose an engine
+(docs/events.md)."""
 
 from hicache.kv_events.publisher import EventBatch, EventPublisher, EventSink
 from hicache.kv_events.sinks import FileSink, ZmqSink, sink_of

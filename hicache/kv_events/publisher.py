@@ -25,7 +25,7 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class EventBatch:
-    """The changes of one step. `time_s`: when the step ended, in seconds since the epoch."""
+    """The changes of the tree in one step of the scheduler. `time_s`: end of the step, in seconds since the epoch."""
 
     sequence: int
     time_s: float
@@ -33,7 +33,7 @@ class EventBatch:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in the changes, at least 1."""
+        """Return the number of blocks in the changes, at least 1."""
         return max(1, sum(len(change.keys) for change in self.changes))
 
 
@@ -107,10 +107,10 @@ class EventPublisher:
             self._changed.notify()
 
     def close(self, within_s: float = _CLOSE_S) -> bool:
-        """End the stream, write queued batches and close the sink within `within_s` seconds. Returns whether that
-        succeeded.
+        """End the stream, write queued batches and close the sink. Waits at most `within_s` seconds for this, and
+        returns whether it was done by then.
 
-        Idempotent. The thread is a daemon: one that hangs in its sink does not keep the process alive.
+        Idempotent. The thread is a daemon, so a thread that hangs in its sink does not keep the process alive.
         """
         if self._thread is None:
             self._sink.close()
@@ -156,7 +156,7 @@ class EventPublisher:
             self._sink.close()
 
     def _next(self) -> EventBatch | None:
-        """The next batch; None if there was none within `poll_s`, or if the stream has ended."""
+        """Return the next batch; None if there was none within `poll_s`, or if the stream has ended."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._ends, self._sink.poll_s)
             return self._waiting.popleft() if self._waiting else None

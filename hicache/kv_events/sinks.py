@@ -32,7 +32,9 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 def sink_of(address: str, topic: str = "", replay: str = "") -> EventSink:
-    """Return the sink for an address of `kv_events`. Raises `ConfigError` if the address cannot be used."""
+    """Return the sink for an address of the setting `kv_events`. `topic`: topic of ZeroMQ messages. `replay`: address
+    of the socket from which subscribers request missed batches; empty: no such socket. Raises `ConfigError` if an
+    address cannot be used."""
     if address.startswith("file:"):
         return FileSink(path_in(address))
     return ZmqSink(address, topic, replay)
@@ -89,7 +91,7 @@ class FileSink:
         self._is_torn = False
 
     def serve(self) -> None:
-        """Do nothing: a file has no requests."""
+        """Do nothing, because a file gets no requests of subscribers."""
 
     def close(self) -> None:
         if self._file >= 0:

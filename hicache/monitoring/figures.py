@@ -34,7 +34,7 @@ class Series:
 
 
 def _counts(group: str, name: str, bounds_s: Sequence[float]) -> dict[str, Series]:
-    """For each bound of a histogram, the series that counts observations up to that bound."""
+    """Return, for each bound of a histogram, the series that counts observations up to this bound."""
     bounds = (*map(str, bounds_s), "+Inf")
     return {f"{group}.{bound}": Series(f"{name}_bucket", {"le": bound}) for bound in bounds}
 

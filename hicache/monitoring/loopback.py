@@ -14,7 +14,7 @@ def is_loopback(url: str) -> bool:
         if host == "localhost" or host.endswith(".localhost"):
             return True
         address = ipaddress.ip_address(host)
-    except ValueError:  # the text is another name, or no URL
+    except ValueError:  # the host is a name other than localhost, or the text is no URL
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback or (mapped or address).is_unspecified

@@ -21,7 +21,7 @@ class Reading:
     about: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, figure: str) -> float:
-        """The value of a figure; 0 if the server does not have it."""
+        """Return the value of a figure; 0 if the server does not have it."""
         return self.figures.get(figure, 0.0)
 
     def group(self, group: str) -> Iterator[tuple[str, str]]:
@@ -33,7 +33,8 @@ class Reading:
 
     @property
     def tiers(self) -> list[str]:
-        """The tiers of the server. A remote tier exports no usage; it is listed once it had hits."""
+        """Return the tiers of the server. A remote tier exports no usage, so it is included only after its first
+        hit."""
         return [tier for tier in TIERS if f"used.{tier}" in self.figures or self.get(f"hit_tokens.{tier}")]
 
     def hit_rate(self, tier: str) -> float | None:
@@ -43,13 +44,13 @@ class Reading:
         return self.get(f"hit_tokens.{tier}") / prompt if prompt else None
 
     def quantile(self, group: str, share: float) -> float | None:
-        """The `share` quantile of a histogram since the server's start: 0.5 is the median. Returns None without an
-        observation."""
+        """Return the `share` quantile of a histogram since the server's start; 0.5 is the median. Returns None without
+        an observation."""
         return _quantile(self, group, share, self.get)
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the time of loads that overlapped with compute. Returns None if no load was timed."""
+        """Return the share of the time of loads that overlapped with compute; None if no load was timed."""
         timed_s = self.get("loads.timed_s")
         return 1 - self.get("loads.exposed_s") / timed_s if timed_s else None
 
@@ -115,5 +116,5 @@ class History:
 
     @property
     def change(self) -> Change | None:
-        """The change over the window; None until there are two readings."""
+        """Return the change over the window; None until there are two readings."""
         return Change(self._readings[0], self.last) if len(self._readings) > 1 else None

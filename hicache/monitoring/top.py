@@ -152,7 +152,8 @@ def _tokens(reading: Reading, change: Change | None) -> Table:
 
 
 def _transfers(reading: Reading, change: Change | None) -> Table:
-    """Transfers between tiers. `now` divides by all time of the window, `speed` only by the time of copies."""
+    """Return the rows of transfers between tiers. The column `now` has bytes per second of the window, the column
+    `speed` bytes per second of copying."""
     rows = []
     for figure, label in reading.group("moved_bytes"):
         now = NONE if change is None else f"{scaled(change.per_s(figure), 'B')}/s"
@@ -162,7 +163,7 @@ def _transfers(reading: Reading, change: Change | None) -> Table:
 
 
 def _drive(reading: Reading) -> Table:
-    """The wear of the drive; no rows if nothing was written or the drive's size is unknown."""
+    """Return the rows on the wear of the drive; none if no page was written or the size of the drive is unknown."""
     found = [(label, f"{reading.get(figure):.2g}") for figure, label in reading.group("drive") if reading.get(figure)]
     return table(("drive", ""), found, framed=False)
 

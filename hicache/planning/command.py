@@ -189,8 +189,8 @@ def start_values(memory: MemoryPlan) -> dict[str, Any]:
 
 
 def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
-    """The command that starts a server with the planned settings; empty for several GPUs, which `hicache serve` does
-    not support."""
+    """Return the command that starts a server with the planned settings; empty for several GPUs, which `hicache serve`
+    does not support."""
     if flags.gpus > 1:
         return ""
     start = memory.start
@@ -247,8 +247,8 @@ def _plan_request(flags: argparse.Namespace) -> PlanRequest:
 
 
 def _hit_rows(trace: Trace, memory: MemoryPlan, policy: str) -> Iterator[HitRow]:
-    """Hit rates under the plan's write policy: with the device alone, with each further tier, with a host tier of twice
-    the size, with device and host as one tier (the maximum that a host can add), and without a limit."""
+    """Return the hit rates under the plan's write policy: with the device alone, with each further tier, with a host
+    tier of twice the size, with device and host as one tier (the maximum that a host can add), and without a limit."""
     tiers = memory.tiers
     row = partial(_hit_row, trace, ReplaySettings(1, policy=policy, write_policy=memory.write_policy))
     for number in range(1, len(tiers) + 1):

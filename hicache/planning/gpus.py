@@ -16,8 +16,8 @@ _PCIE_BYTES_PER_S = {4: 31.5e9, 5: 63.0e9}
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. `flops_per_s`: dense, in bfloat16. `link_bytes_per_s`: of pinned copies from the host. A rate of 0 is
-    unknown."""
+    """A GPU: its memory and its rates; a rate of 0 is unknown. `flops_per_s`: dense bfloat16 operations per second.
+    `link_bytes_per_s`: rate of pinned copies from the host."""
 
     name: str
     memory_bytes: int

@@ -40,8 +40,9 @@ _SLOT_BYTES = 4  # bytes of the request table for each position of a request
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The hardware and settings to plan for. `host_bytes`, `disk_bytes`: of a tier over all GPUs; None: chosen by the
-    engine; 0: no such tier. `workspace_bytes`: of each GPU; None: what `hicache serve` leaves free."""
+    """The hardware and settings to plan for. `host_bytes`, `disk_bytes`: bytes of the host tier and of the disk tier,
+    over all GPUs; None: chosen by the engine; 0: no such tier. `workspace_bytes`: bytes of each GPU that stay free for
+    forward passes; None: the same share as in `hicache serve`."""
 
     num_gpus: int = 1
     host_bytes: int | None = None
@@ -56,7 +57,8 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Tier:
-    """A tier over all GPUs: its bytes, the tokens that it holds, and the recurrent states that it holds in addition."""
+    """A tier over all GPUs: its size in bytes, the number of tokens that it can store, and the number of recurrent
+    states that it can store in addition."""
 
     name: str
     num_bytes: int
@@ -86,18 +88,19 @@ class MemoryPlan:
 
     @property
     def memory_tokens(self) -> int:
-        """Different tokens that device and host hold together.
+        """The number of different tokens that device and host can store together.
 
-        Under `exclusive` it is the sum of both sizes. Under `write_through` the host also holds copies of the device's
-        tokens, so it is the larger of both.
+        Under `exclusive`, this number is the sum of both capacities. Under `write_through`, the host also has copies of
+        the device's tokens, so this number is the larger capacity.
         """
         sizes = [tier.num_tokens for tier in self.tiers if tier.name in ("device", "host")]
         return sum(sizes) if self.write_policy == "exclusive" else max(sizes)
 
 
 def plan_memory(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan:
-    """Compute the sizes. Raises OutOfMemory with a sufficient number of GPUs if the weights and one page do not fit,
-    and ConfigError if a tier of a given size holds no page."""
+    """Compute the sizes of all tiers for a model on GPUs of one kind. Raises OutOfMemory if the weights and one page do
+    not fit; the message names a sufficient number of GPUs. Raises ConfigError if a tier of a given size is smaller than
+    one page."""
     plan = _plan(model, gpu, request)
     if plan is not None:
         return plan
@@ -165,10 +168,10 @@ def _plan(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan | N
 
 
 def _start(model: PlannedModel, request: PlanRequest) -> EngineConfig:
-    """The engine settings with a placeholder for `device_tokens`, which is computed later."""
+    """Return the engine settings with a placeholder for `device_tokens`, which is computed later."""
     disk = None
     if request.disk_bytes:
-        # the budget of all stores of the path
+        # `budget_bytes` bounds all stores of the path together.
         disk = DiskConfig(path=request.disk_path, budget_bytes=request.disk_bytes)
     return EngineConfig(
         device_tokens=MAX_TOKENS,

@@ -24,7 +24,8 @@ from hicache.layout import LatentGeometry, ModelGeometry, StateGeometry
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Operations per token, of the head, and per pair of query and key over all layers of a kind."""
+    """The numbers of operations of a prefill: per token, of the head, and per pair of query and key over all layers of
+    a kind."""
 
     token_flops: int
     head_flops: int
@@ -35,7 +36,7 @@ class PrefillWork:
     chunk: int = 0
 
     def flops(self, num_tokens: int) -> int:
-        """Return the operations of a prefill of `num_tokens` tokens, none of them cached."""
+        """Return the number of operations of a prefill of `num_tokens` tokens, none of them cached."""
         total = num_tokens * self.token_flops + self.head_flops + self.full_pair_flops * _pairs(num_tokens)
         if self.window:
             inside = min(num_tokens, self.window)
@@ -53,8 +54,8 @@ def _pairs(num_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model without weights. `num_active`: weights that a token is multiplied with, without the head. `weight_bytes`:
-    of all weights. `max_context_len`: positions that the model supports."""
+    """A model without weights. `num_active`: number of weights that a token is multiplied with, without the head.
+    `weight_bytes`: bytes of all weights. `max_context_len`: maximum number of positions that the model supports."""
 
     name: str
     geometry: ModelGeometry

@@ -9,7 +9,7 @@ from hicache.console import columns, counted, gib, milliseconds, percent, print_
 
 
 def show(plan: Mapping[str, Any]) -> None:
-    """Print the result of `Plan.to_json`."""
+    """Print a plan as tables; `plan` is the result of `Plan.to_json`."""
     model, machine, memory = plan["model"], plan["machine"], plan["memory"]
     gpus, gpu = machine["num_gpus"], machine["gpu"]
     layers = ", ".join(f"{count} {kind}" for kind, count in model["layers"].items())
@@ -48,7 +48,7 @@ def show(plan: Mapping[str, Any]) -> None:
 
 
 def _notes_of_host(plan: Mapping[str, Any]) -> list[str]:
-    """Notes on the tokens that the host tier adds under the write policy."""
+    """Return notes on the number of tokens that the host tier adds under the write policy."""
     tokens, policy = {tier["name"]: tier["num_tokens"] for tier in plan["tiers"]}, plan["memory"]["write_policy"]
     if "host" not in tokens:
         return []

@@ -27,7 +27,8 @@ _MIN_TOKENS = 1 << 10
 
 @dataclass(frozen=True)
 class LengthTimes:
-    """Seconds for a prefix of `num_tokens` tokens. Returns None if a rate is unknown. `num_bytes`: of the prefix on all
+    """The seconds to compute a prefix of `num_tokens` tokens (`compute_s`), to load it from the host (`load_s`), and to
+    load it from the disk (`disk_s`). A time is None if a rate is unknown. `num_bytes`: bytes of the prefix on all
     GPUs."""
 
     num_tokens: int
@@ -39,8 +40,8 @@ class LengthTimes:
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of `num_gpus` equal GPUs. `compute_share`: share of the peak FLOP/s that prefill reaches, in (0, 1]. A
-    rate of 0 is unknown."""
+    """The rates of a machine with `num_gpus` equal GPUs. `compute_share`: share of the peak FLOP/s that prefill
+    reaches, in (0, 1]. A rate of 0 is unknown."""
 
     gpu: Gpu
     num_gpus: int
@@ -66,15 +67,16 @@ class Times:
         return LengthTimes(num_tokens, num_bytes * gpus, self._compute_s(num_tokens), load_s, disk_s)
 
     def table(self) -> tuple[LengthTimes, ...]:
-        """The times of prefixes of 1024, 2048, 4096, ... tokens, and of the longest context, which is at most
-        1048576."""
+        """Return the times of prefixes of 1024, 2048, 4096, ... tokens, and of the longest context, which has at most
+        1048576 tokens."""
         lengths = [_MIN_TOKENS << step for step in range(_MAX_TOKENS.bit_length())]
         return tuple(self.at(n) for n in [*(n for n in lengths if n < self._longest), self._longest])
 
     def break_even(self, seconds: Callable[[LengthTimes], float | None]) -> int | None:
-        """Return the shortest prefix, in complete host pages, from which on loading takes no longer than computing.
-        Returns None if there is none up to the longest context, or if a rate is unknown. `seconds`: the time of the
-        load to compare."""
+        """Return the number of tokens, a multiple of the host page, from which on loading a prefix takes no longer than
+        computing it. Returns None if loading takes longer at the longest context, or if a rate is unknown there.
+        `seconds`: returns the seconds of the load to compare, from the host or from the disk, for a prefix of given
+        length."""
         page = self._plan.config.host_page_size
         found = None
         for num_tokens in range(self._longest // page * page, 0, -page):

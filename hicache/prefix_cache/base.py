@@ -89,7 +89,8 @@ class BasePrefixCache(ABC):
         """Insert the full pages of a key. Tokens that are in the tree already keep their slots there."""
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Evict complete nodes until the requested amount of each component is freed, or all other nodes are locked."""
+        """Evict complete nodes until the requested number of tokens or states of each component is freed, or all
+        remaining nodes are locked."""
         if self.disable:
             return EvictResult()
         requested = {FULL: params.num_tokens, SWA: params.swa_num_tokens, MAMBA: params.mamba_num}
@@ -158,11 +159,11 @@ class BasePrefixCache(ABC):
         return False
 
     def evictable_size(self) -> int:
-        """Return the tokens of full attention that can be evicted now."""
+        """Return the number of tokens of full attention that can be evicted now."""
         return self._tree.evictable(FULL)
 
     def protected_size(self) -> int:
-        """Return the tokens of full attention that are locked."""
+        """Return the number of tokens of full attention that are locked."""
         return self._tree.protected(FULL)
 
     def full_evictable_size(self) -> int:
@@ -173,7 +174,8 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def total_size(self) -> int | tuple[int, int]:
-        """Return the tokens in the tree; with a second component also its window slots or states."""
+        """Return the number of tokens in the tree; with a second component, also the number of its window slots or
+        states."""
 
     def all_values_flatten(self) -> torch.Tensor:
         """Return all slots in the tree, int64 `[tokens]`, unordered."""
@@ -270,7 +272,8 @@ class BasePrefixCache(ABC):
             raise InvariantError(type(self).__name__, [f"{node} is of another cache, or of a tree that was reset"])
 
     def _evict_until(self, component: Component, target: int, released: list[Released]) -> None:
-        """Evict nodes until the tree has at most `target` of a component, or all other nodes are locked."""
+        """Evict nodes until the tree has at most `target` tokens or states of a component, or all remaining nodes are
+        locked."""
         tree, pages = self._tree, self._tree.pages[component]
         while pages.total > target and len(rows := pages.take(1)):
             part = self._part_to_evict(tree.node_of(int(rows[0])), component)

@@ -54,7 +54,8 @@ Lens: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Batch(Protocol):
-    """The requests of one step. `seq_lens`: int64 `[requests]` on the device; `seq_lens_cpu`: a copy on the host."""
+    """The requests of one step. `seq_lens`: number of tokens of each request, int64 `[requests]` on the device;
+    `seq_lens_cpu`: a copy on the host."""
 
     @property
     def seq_lens(self) -> torch.Tensor: ...
@@ -115,7 +116,8 @@ def available_and_evictable_str(tree: BasePrefixCache) -> str:
 
 
 def alloc_req_slots(table: ReqToTokenPool, reqs: Sequence[KVRequest], tree: BasePrefixCache | None = None) -> list[int]:
-    """Allocate a row for each request, and states if the table has them; the tree evicts states if they are short.
+    """Allocate a row for each request, and states if the table has them; if too few states are free, the tree evicts
+    some.
 
     Raises OutOfRows or OutOfStates; then the table is unchanged.
     """
@@ -153,7 +155,8 @@ def alloc_paged_token_slots_extend(
     extend_num_tokens: int,
     backup_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
-    """Evict if slots are short, then call the allocator's `alloc_extend`. `backup_state` as in `alloc_token_slots`.
+    """Allocate slots for a batch of prefills by the allocator's `alloc_extend`; if too few slots are free, evict
+    before. `backup_state` as in `alloc_token_slots`.
 
     Raises OutOfSlots, and NotImplementedError if the allocator has no pages.
     """
@@ -298,9 +301,9 @@ def release_kv_cache(request: CachedRequest, tree: BasePrefixCache, is_insert: b
         free_states(table, request)
         return
     tree.cache_finished_req(request, is_insert=is_insert)
-    # [0, start) is in the tree, or `cache_finished_req` has freed it: the committed tokens up to the end of their last
-    # page, and the locked prefix, which a request cancelled before its first pass has not committed.
-    # [start, allocated) is freed here.
+    # The slots of tokens [0, start) are in the tree, or `cache_finished_req` has freed them. `start` is the end of the
+    # last page with committed tokens. If the request was cancelled before its first pass, it has committed no token,
+    # and `start` is the end of the locked prefix. The slots of tokens [start, allocated) are freed here.
     start = max(-(-request.kv_committed_len // allocator.page_size) * allocator.page_size, request.cache_protected_len)
     allocator.free_run(table.req_to_token[row, start : request.kv_allocated_len].to(torch.int64), start)
     free_states(table, request)

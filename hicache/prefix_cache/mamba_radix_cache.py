@@ -115,7 +115,8 @@ class MambaRadixCache(BasePrefixCache):
         return InsertResult(len(inserted.existing), mamba_exist=MAMBA not in inserted.attached)
 
     def evict_mamba(self, mamba_num: int) -> int:
-        """Evict up to `mamba_num` unlocked states, the least recently used first. Returns the number evicted."""
+        """Evict up to `mamba_num` unlocked states, the least recently used first. Returns the number of evicted
+        states."""
         return self.evict(EvictParams(0, mamba_num=mamba_num)).mamba_num_evicted
 
     def mamba_evictable_size(self) -> int:
@@ -125,7 +126,7 @@ class MambaRadixCache(BasePrefixCache):
         return self._tree.protected(MAMBA)
 
     def total_size(self) -> tuple[int, int]:
-        """Return the tokens and the states in the tree."""
+        """Return the numbers of tokens and of states in the tree."""
         return self._size_of(FULL), self._size_of(MAMBA)
 
     def all_mamba_values_flatten(self) -> torch.Tensor:
@@ -240,7 +241,7 @@ class MambaRadixCache(BasePrefixCache):
             assert state is not None, "the caller has checked that a state is free"
             self._tree.attach(node, MAMBA, state)
         if self.enable_mamba_extra_buffer and (req.mamba_last_track_seqlen or 0) <= length:
-            req.mamba_last_track_seqlen = None  # the checkpoint is stored, or shorter than the stored prefix
+            req.mamba_last_track_seqlen = None  # stored now, or not needed, because a longer prefix is stored
 
 
 def _donated_state(req: CachedRequest) -> torch.Tensor:

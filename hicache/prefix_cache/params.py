@@ -50,7 +50,7 @@ class CacheInitParams:
 
 
 class MatchPrefixParams(NamedTuple):
-    """`cow_mamba`: `req` gets a copy of the matched recurrent state."""
+    """The arguments of `match_prefix`. With `cow_mamba`, `req` gets a copy of the matched recurrent state."""
 
     key: RadixKey
     cow_mamba: bool = False
@@ -77,7 +77,8 @@ class InsertParams(NamedTuple):
 
     `value`: the slots of the tokens `key`, int64 `[tokens]`; None: the token ids are used as slots. `mamba_value`: the
     state `[1]` that has consumed exactly `key`. `prev_prefix_len`: number of first tokens whose slots are from a match.
-    `swa_evicted_seqlen`: number of first tokens whose window slots were freed. `chunked`: the request has more chunks.
+    `swa_evicted_seqlen`: number of first tokens whose window slots were freed. `chunked`: whether more chunks of the
+    request's prompt will be computed.
     """
 
     key: RadixKey
@@ -90,15 +91,15 @@ class InsertParams(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """`prefix_len`: tokens that were in the tree before. `mamba_exist`: whether the tree had a state at their end; then
-    the caller frees the offered state."""
+    """The result of `insert`. `prefix_len`: number of tokens of the key that were in the tree before. `mamba_exist`:
+    whether the tree had a state at the end of the key before; then the caller frees the offered state."""
 
     prefix_len: int
     mamba_exist: bool = False
 
 
 class EvictParams(NamedTuple):
-    """The amounts to evict: tokens, tokens with window slots, and recurrent states."""
+    """The numbers of tokens, of tokens with window slots, and of recurrent states to evict."""
 
     num_tokens: int
     swa_num_tokens: int = 0
@@ -106,7 +107,7 @@ class EvictParams(NamedTuple):
 
 
 class EvictResult(NamedTuple):
-    """The evicted amounts: tokens, tokens with window slots, and recurrent states."""
+    """The numbers of evicted tokens, tokens with window slots, and recurrent states."""
 
     num_tokens_evicted: int = 0
     swa_num_tokens_evicted: int = 0

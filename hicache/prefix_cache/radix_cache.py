@@ -39,7 +39,7 @@ class RadixCache(BasePrefixCache):
         return InsertResult(len(inserted.existing))
 
     def total_size(self) -> int:
-        """Return the tokens in the tree."""
+        """Return the number of tokens in the tree."""
         return self._size_of(FULL)
 
     def _totals(self) -> str:

@@ -84,7 +84,7 @@ class RadixKey:
         return namespace_of(self.extra_key, self.is_bigram)
 
     def packed(self) -> Tokens:
-        """Return the ids as int64 `[len]`, pairs as in `pack_bigrams`. InvalidTokens if ids cannot be packed."""
+        """Return the ids as int64 `[len]`, pairs as in `pack_bigrams`. Raises InvalidTokens if ids cannot be packed."""
         if self._packed is None:
             self._packed = _pack_pairs(self._ids) if self.is_bigram and len(self._ids) else pack_tokens(self._ids)
         return self._packed
@@ -140,7 +140,7 @@ def block_events(change: PageChange) -> Iterator[KVCacheEvent]:
 def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
     """Pack pairs of ids, element by element, as (first << 32) | second.
 
-    InvalidTokens for ids outside [0, 2^31), because different pairs would have equal elements.
+    Raises InvalidTokens for ids outside [0, 2^31), because different pairs would have equal elements.
     """
     # All ids are in range if and only if the bitwise OR of all ids has no bit above the lowest 31.
     if (np.bitwise_or.reduce(first) | np.bitwise_or.reduce(second)) >> _BIGRAM_ID_BITS:

@@ -53,7 +53,8 @@ class AllocatorAdapter:
         self.free(replaced, first_position)
 
     def available_str(self) -> str:
-        """Return a text with the free tokens of the allocator, full and window slots separately if it has both."""
+        """Return a text with the number of free slots of the allocator; if it has full and window slots, with both
+        numbers."""
         if self._real is None:
             return "unknown number of tokens available"
         text = f"{self._real.available_size()} tokens available"

@@ -1,9 +1,9 @@
 """The prefix cache of models with full attention and sliding windows.
 
-A prefix is usable if its last `sliding_window_size` tokens have window slots, or if all its tokens have. Window slots
-are evicted before full slots. A node without window slots is a tombstone: a match may pass through it but not end in
-it. A request frees its window slots as it decodes (`swa_evicted_seqlen`). A tombstone gets window slots again from the
-next request that computes the same tokens.
+A prefix is usable if its last `sliding_window_size` tokens have window slots. A shorter prefix is usable if all its
+tokens have window slots. Window slots are evicted before full slots. A node without window slots is a tombstone: a
+match may pass through it but not end in it. A request frees its window slots as it decodes (`swa_evicted_seqlen`). A
+tombstone gets window slots again from the next request that computes the same tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SWARadixCache(BasePrefixCache):
         return self._tree.protected(SWA)
 
     def total_size(self) -> tuple[int, int]:
-        """Return the tokens in the tree, and those of them with window slots."""
+        """Return the number of tokens in the tree, and the number of these tokens that have window slots."""
         return self._size_of(FULL), self._size_of(SWA)
 
     def supports_swa(self) -> bool:

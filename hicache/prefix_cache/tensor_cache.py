@@ -96,9 +96,10 @@ class HiCache:
         block_bytes: int = 256 << 10,
         namespace: str = "",
     ) -> None:
-        """`l1_max`, `l2_max`: maximum numbers of tensors. `path`: a directory for L3, or None. `namespace` should name
-        the model and its weights; a store is opened only with the same namespace. Raises ConfigError, OutOfMemory or
-        StoreError."""
+        """Allocate the memory of L2, and open the store of L3 in the directory `path` (None: no L3). `l1_max`,
+        `l2_max`: maximum numbers of tensors in L1 and L2. `l1_bytes`, `l2_bytes`, `disk_bytes`: maximum bytes of each
+        tier. `block_bytes`: size of the blocks into which tensors are cut. `namespace` should name the model and its
+        weights; a store is opened only with the same namespace. Raises ConfigError, OutOfMemory or StoreError."""
         minima = {"l1_max": (l1_max, 1), "l2_max": (l2_max, 0), "block_bytes": (block_bytes, 4096)}
         minima["l2_bytes"] = (l2_bytes, 2 * block_bytes)
         for name, (value, minimum) in minima.items():
@@ -201,7 +202,7 @@ class HiCache:
         if self._closed or not self._owner.is_here:
             return
         try:
-            # used without the backoff: writes are retried at once
+            # A new breaker is closed, so that writes do not wait for the backoff of an earlier failure.
             self._breaker = Breaker("writes", LIMITS, time.monotonic)
             for name in list(self._replaced):
                 self._delete_on_disk(name)

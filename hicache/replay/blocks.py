@@ -36,7 +36,8 @@ class BlockTable(PageTable):
 
 
 class BlockPool:
-    """A page pool without bytes, which only counts (see `HostPagePool`). `num_pages`: capacity; None for no limit."""
+    """A page pool without bytes, which only counts (see `HostPagePool`). `num_pages`: capacity in blocks; None: no
+    limit."""
 
     def __init__(self, num_pages: int | None) -> None:
         self.num_pages = UNLIMITED if num_pages is None else num_pages

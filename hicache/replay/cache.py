@@ -1,8 +1,8 @@
 """A simulated cache without bytes: the engine's page table, page states and eviction orders, for two tiers.
 
 A block of a trace is one page of one token, and its row is the id of the prefix that ends with the block. Requests are
-served one after the other, and every copy completes at once. The steps are those of `hicache.flow`; `docs/replay.md`
-states them as rules.
+served one after the other, and every copy completes immediately. The steps are those of `hicache.flow`;
+`docs/replay.md` states them as rules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _BACKUP_AT_EVICTION = ("write_back", "exclusive")  # write policies that copy a 
 
 
 class BlockHits(NamedTuple):
-    """Blocks of one prompt that need not be computed, by the tier that held them when the request arrived."""
+    """The numbers of blocks of one prompt that need not be computed, by the tier that had them when the request
+    arrived."""
 
     device: int = 0
     host: int = 0
@@ -42,8 +43,8 @@ class BlockHits(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """Numbers of copied blocks: `loaded` host to device, `backed_up` device to host, `read` disk to host, `written`
-    host to disk. `never_read`: written blocks that no request read until the end."""
+    """The numbers of copied blocks: `loaded` from host to device, `backed_up` from device to host, `read` from disk to
+    host, `written` from host to disk. `never_read`: written blocks that no request read until the end."""
 
     loaded: int = 0
     backed_up: int = 0
@@ -99,7 +100,7 @@ class CacheSimulation:
 
     @property
     def copies(self) -> Copies:
-        """Copies since the start, or since the last `reset_counts`."""
+        """The numbers of copies since the start, or since the last `reset_counts`."""
         written, useful = (0, 0) if self.disk is None else (self.disk.num_written, self.disk.num_useful)
         return Copies(self._loaded, self._backed_up, self._read, written, written - useful)
 
@@ -199,8 +200,8 @@ class CacheSimulation:
     def _load_in_steps(self, host: TierPages, blocks: Tokens, done: int, end: int) -> int:
         """Load blocks [done, end) in steps; victims of the device take the host pages of blocks that were loaded.
 
-        The host pages of the last two steps are not freed yet. Copies complete at once, so a large host runs all steps
-        together."""
+        The host pages of the last two steps stay locked. All copies complete immediately, so on a large host all steps
+        run together."""
         step, pending_steps = step_pages(host.pool.num_pages), deque[Rows]()
         while done < end:
             if len(pending_steps) > 1:

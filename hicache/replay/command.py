@@ -35,7 +35,7 @@ _BYTES = Size("bytes of a tier, like 32GiB", 1)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hicache replay`."""
+    """Add the flags of `hicache replay` to the parser."""
     parser.add_argument(
         "trace", metavar="TRACE", type=path_of, help="a trace of requests, plain or gzipped; formats: docs/replay.md"
     )

@@ -29,9 +29,11 @@ Counts = npt.NDArray[np.int64]
 class TierCosts:
     """Rates of one machine and model. Raises ConfigError for a value that is not a rate.
 
-    `prefill_tokens_per_s`: None if it is unknown; then all times are unknown. `bytes_per_token`: 0 if it is unknown.
-    `host_bytes_per_token`: bytes of a token on host and disk, where pages may be packed; None: as on the device.
-    `load_bytes_per_s`, `disk_bytes_per_s`: infinite if copies take no time.
+    `prefill_tokens_per_s`: prompt tokens that the GPU computes per second at the start of a prompt; None: unknown, and
+    then all times are unknown. `bytes_per_token`: bytes of a token on the device; 0: unknown. `host_bytes_per_token`:
+    bytes of a token on host and disk, where pages may be packed; None: as on the device. `load_bytes_per_s`,
+    `disk_bytes_per_s`: rates of copies from host to device, and from disk to host; infinite if these copies take no
+    time.
     """
 
     prefill_tokens_per_s: float | None = None
@@ -88,7 +90,8 @@ _STATS = {
 
 
 def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCosts | None:
-    """Return the rates `given` by flags, and the other ones from files; a later file overrides an earlier one.
+    """Combine the rates `given` by flags with those of files. A flag overrides all files, and a later file an earlier
+    one.
 
     Returns None if there is no rate at all. Raises ConfigError if a file has no rate, or if a rate is missing that
     another one needs.

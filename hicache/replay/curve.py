@@ -14,7 +14,8 @@ _HALVINGS, _SIZES_EACH = 10, 2
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The share of requested blocks that a single device tier of `blocks` misses, under `lru` and `optimal`."""
+    """The shares of requested blocks that a single device tier misses under `lru` and under optimal eviction. `blocks`:
+    size of the tier."""
 
     blocks: int
     lru: float
@@ -22,9 +23,9 @@ class CurvePoint:
 
 
 def miss_ratio_curve(trace: Trace) -> list[CurvePoint]:
-    """Return two points per doubling of the size, ascending.
+    """Return the miss ratios of one tier for ascending sizes, two sizes per doubling.
 
-    The last one is the smallest size at which `lru` misses no more than a tier without a limit."""
+    The last size is the smallest one at which `lru` has no more misses than with a tier without a limit."""
     prompts, first = trace.prefixes, trace.num_warm_up
     num_blocks = max(1, sum(len(ids) for ids in prompts[first:]))
     hits = lru_hits_by_size(prompts, first)

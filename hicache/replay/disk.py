@@ -13,7 +13,8 @@ _LEAST_LOG = 1 << 10
 
 
 class DiskOrder:
-    """Blocks by prefix id, least recently used first, as a page store evicts them. `capacity`: blocks; None: unlimited.
+    """Blocks by prefix id, least recently used first, as a page store evicts them. `capacity`: maximum number of
+    blocks; None: unlimited.
 
     The blocks of one call are consecutive in a prompt. The first becomes the most recently used, so suffixes are
     evicted first. Every use has a stamp, and the log has the uses by stamp. A use is skipped if its block was used

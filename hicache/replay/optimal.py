@@ -26,10 +26,12 @@ class _Piece(NamedTuple):
 
 
 def optimal_hits(prompts: Sequence[Tokens], capacity: int | None) -> npt.NDArray[np.int64]:
-    """Return the hits of each prompt under optimal eviction, in blocks, int64 `[prompts]`. `capacity`: None: no limit.
+    """Return the number of blocks of each prompt that optimal eviction hits in one tier, int64 `[prompts]`. `capacity`:
+    size of the tier in blocks; None: no limit.
 
-    A running prompt is held completely, so none may be longer than `capacity`. The block with the latest next use is
-    evicted first (Belady); among equal ones the deepest, because each use of a block also uses the blocks above it.
+    The tier holds all blocks of the running prompt, so no prompt may be longer than `capacity`. The block with the
+    latest next use is evicted first (Belady). Of blocks with the same next use, the last one in the prompt is evicted
+    first, because each use of a block also uses the blocks before it.
     """
     held: dict[int, deque[_Piece]] = {}  # pieces by next use; the deepest piece is first
     latest: list[int] = []  # a heap of the negated keys of `held`
@@ -58,11 +60,12 @@ def optimal_hits(prompts: Sequence[Tokens], capacity: int | None) -> npt.NDArray
 
 
 def lru_hits_by_size(prompts: Sequence[Tokens], num_warm_up: int = 0) -> npt.NDArray[np.int64]:
-    """Return the blocks that one tier of 0, 1, 2, ... blocks hits under `lru`, int64 `[sizes]`.
+    """Return the number of hits under `lru` in one tier, for each size of the tier. Element i of the result, int64
+    `[sizes]`, is the number of requested blocks that a tier of i blocks hits.
 
-    Hits of the first `num_warm_up` prompts are not counted. A larger size than the last one does not hit more.
-    Computed by stack distance (Mattson et al., IBM Systems Journal 9(2), 1970): a block is a hit if the tier can hold
-    the block, the blocks above it in the prompt, and all blocks that were used since.
+    Hits of the first `num_warm_up` prompts are not counted. A tier that is larger than the last size has no more hits
+    than the last size. Computed by stack distance (Mattson et al., IBM Systems Journal 9(2), 1970): a block is a hit if
+    the tier can hold the block, the blocks above it in the prompt, and all blocks that were used since.
     """
     owner = np.full(_num_ids(prompts), -1, np.int64)  # by id: the index of the prompt that used it last
     used = _FenwickTree(len(prompts))

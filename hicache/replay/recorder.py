@@ -60,8 +60,8 @@ class TraceRecorder:
     """
 
     def __init__(self, path: Path, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the file and start the thread. Raises ConfigError if the file exists, OSError if it cannot be
-        created."""
+        """Create the file and start the thread. `block_tokens`: tokens of a block. `clock`: returns the current time in
+        seconds. Raises ConfigError if the file exists, OSError if it cannot be created."""
         try:
             self._file = path.open("xb", buffering=0)
         except FileExistsError:

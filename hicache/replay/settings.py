@@ -56,7 +56,7 @@ class ReplaySettings:
 
     @property
     def host_order(self) -> str:
-        """The eviction order of the host."""
+        """The eviction policy of the host."""
         return self.host_policy or host_order(self.policy, self.write_policy)
 
     @property

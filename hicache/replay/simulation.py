@@ -73,12 +73,12 @@ class ReplayResult:
 
     @property
     def uncached_tokens(self) -> Counts:
-        """Computed tokens of each request; at least 1, the last token."""
+        """The number of computed tokens of each request; at least 1, for the last token."""
         return np.asarray(np.maximum(self.input_tokens - self.hit_tokens, 1), np.int64)
 
     @property
     def tokens_saved(self) -> int:
-        """Tokens of all requests that need not be computed."""
+        """The number of prompt tokens, summed over all requests, that need not be computed."""
         return int(self.hit_tokens.sum())
 
     @cached_property
@@ -129,7 +129,8 @@ class ReplayResult:
 
     @cached_property
     def _tokens(self) -> dict[str, Counts]:
-        """Hit tokens by tier. In a prompt the tokens of the device are first, then those of the host, then the disk."""
+        """The numbers of hit tokens of each request, by tier. In a prompt the tokens of the device are first, then
+        those of the host, then the disk."""
         ends = np.cumsum(list(self.hit_blocks.values()), axis=0) * self.block_tokens
         tokens = np.diff(np.minimum(ends, self.input_tokens), axis=0, prepend=0)
         return dict(zip(self.hit_blocks, tokens, strict=True))
@@ -142,10 +143,10 @@ def _percentiles(values: npt.NDArray[Any]) -> dict[str, float]:
 def replay(
     trace: Trace, settings: ReplaySettings, on_progress: Progress | None = None, costs: TierCosts | None = None
 ) -> ReplayResult:
-    """Serve the requests of `trace` with one simulated cache, one after the other.
+    """Simulate the requests of `trace` one after the other with one cache, and return hits and copies.
 
     `on_progress` gets the number of served requests, every few requests and at the end. An exception that it raises
-    ends the replay.
+    ends the replay. `costs`: rates by which the result has times; None: no times.
     """
     return _replay(trace, trace.prefixes, settings, on_progress, costs)
 
@@ -164,7 +165,7 @@ def one_tier(
 def optimal(
     trace: Trace, settings: ReplaySettings, costs: TierCosts | None = None, name: str = "optimal"
 ) -> ReplayResult:
-    """Return the hits of optimal eviction in a single tier as large as all tiers of `settings` together.
+    """Return the hit rates of optimal eviction in a single tier as large as all tiers of `settings` together.
 
     All hits count as hits of the device. A prompt is cut to the size of the device tier of `settings`."""
     device = optimal_hits(_cut(trace, settings), settings.total_blocks)

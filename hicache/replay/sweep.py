@@ -34,8 +34,8 @@ class Case:
 
     @property
     def comparisons(self) -> dict[str, Case]:
-        """The cases with which a policy with several tiers is compared: one tier of the same size, and a host of twice
-        the size."""
+        """The cases with which a policy with several tiers is compared: one tier with the capacity of all tiers, and a
+        host of twice the size."""
         settings, found = self.settings, dict[str, Case]()
         if self.row == "policy" and settings.host_blocks != 0:
             found["one_tier"] = Case("one tier", settings)
@@ -50,7 +50,8 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True)
 class _SweepState:
-    """The arguments of a worker. `num_done`: requests that all workers have served; if negative, the workers stop."""
+    """The arguments of a worker. `num_done`: number of requests that all workers together have served; if negative, the
+    workers stop."""
 
     trace: Trace
     costs: TierCosts | None

@@ -52,8 +52,8 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of time. `block_tokens`: tokens of a full block. `num_warm_up`: requests at the start that only
-    fill the tiers and are not counted."""
+    """Requests in order of time. `block_tokens`: tokens of a full block. `num_warm_up`: number of requests at the start
+    that only fill the tiers and are not counted."""
 
     name: str
     block_tokens: int
@@ -74,8 +74,8 @@ class Trace:
 def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Return for each prompt the ids of its prefixes, int64 `[blocks]`: id i names block i and all blocks before it.
 
-    Ids are 0, 1, 2, ... Prompts are sorted first: then the longest prefix that a prompt shares with any earlier prompt
-    is the one that it shares with the prompt directly before it.
+    Ids are 0, 1, 2, ... Prompts are processed in sorted order. In this order, the longest prefix that a prompt shares
+    with any earlier prompt is the one that it shares with the prompt directly before it.
     """
     found = [np.empty(0, np.int64)] * len(prompts)
     before = ids = np.empty(0, np.int64)
@@ -95,8 +95,9 @@ def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.
 def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str | None = None) -> Trace:
     """Read a trace of any format.
 
-    `block_tokens`, `time_unit` (one of `TIME_UNITS`): None for those of the format; a recorded trace has its own.
-    TraceError, with file and line, if the trace is invalid. Raises OSError if the file cannot be opened.
+    `block_tokens`: tokens of a block. `time_unit`: unit of the times, one of `TIME_UNITS`. If either is None, that of
+    the format is used; a recorded trace names its own block size. Raises TraceError, with file and line, if the trace
+    is invalid. Raises OSError if the file cannot be opened.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens}: give at least 1")

@@ -38,9 +38,9 @@ NAME = "hicache"
 
 @dataclass(frozen=True)
 class QuerySpan:
-    """Tokens [start, end) of a pass, for which one launch computes the attention with `queries`. `counts` is the number
-    of queries of each sequence. `lengths` is that of `queries`; it may be empty if each sequence has one query, as in a
-    captured pass."""
+    """Tokens [start, end) of a pass, for which one launch computes the attention with `queries`. `counts`: number of
+    queries of each sequence. `lengths`: number of tokens of each sequence, as `queries.lengths`, on the host; it may be
+    empty if each sequence has one query, as in a captured pass."""
 
     start: int
     end: int
@@ -62,7 +62,7 @@ class QuerySpan:
 
 @dataclass(frozen=True)
 class SlotPass:
-    """A pass over N tokens. `new_slots` are their slots, int64 [N]; `spans` cover [0, N)."""
+    """A pass over N tokens. `new_slots`: slots of these tokens, int64 [N]. `spans`: together, they cover [0, N)."""
 
     new_slots: torch.Tensor
     spans: tuple[QuerySpan, ...]
@@ -176,8 +176,8 @@ def attend_by_slots(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls (`transformers.AttentionInterface`). Raises UnsupportedModel for
-    features that the kernels lack."""
+    """Store the new rows of a layer and compute its attention; transformers calls this function
+    (`transformers.AttentionInterface`). Raises UnsupportedModel for features that the kernels lack."""
     if hicache is None or attention_mask is not None or position_bias is not None:
         missing = "its layers get no pass" if hicache is None else "it has a mask or biases of its own"
         raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots: {missing}; use --attention torch")
@@ -212,12 +212,12 @@ def spans_of(
     host_lengths: Sequence[int] = (),
 ) -> tuple[QuerySpan, ...]:
     """Divide sequences with `counts` queries each into spans, one for each launch. One span has all sequences with one
-    query, which must come first. Each sequence with at least `MIN_QUERIES` has its own span, and each run of sequences
-    between these has one.
+    query, which must come first. Each sequence with at least `MIN_QUERIES` queries has its own span, and each run of
+    sequences between such sequences has one span.
 
-    `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of sequences with one
-    query, and of sequences with several. `host_lengths`: `lengths` on the host; may be empty if every sequence has one
-    query.
+    `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: numbers of splits of
+    the keys, for sequences with one query and for sequences with several. `host_lengths`: `lengths` on the host; may be
+    empty if every sequence has one query.
     """
     kinds = [0 if count == 1 else 1 + (i + 1) * (count >= MIN_QUERIES) for i, count in enumerate(counts)]
     spans, end = [], 0

@@ -73,12 +73,15 @@ class BatchStates:
 
 @dataclass(frozen=True)
 class BatchSlots:
-    """The slots of a forward pass over `B` sequences with `n` new tokens each.
+    """The slots of a forward pass.
 
-    new_slots int64 [B * n] full-attention slots of the new tokens, sequence after sequence past_len tokens of the
-    longest sequence before its new ones full keys of all tokens. Returns None if no layer has full attention window
-    keys in the windows of each sequence's new tokens. Returns None if no layer has a window states None if no layer is
-    recurrent
+    The pass is over `B` sequences with `n` new tokens each:
+
+        new_slots   int64 [B * n], full-attention slots of the new tokens, sequence after sequence
+        past_len    number of tokens of the longest sequence before its new tokens
+        full        keys of all tokens; None if no layer has full attention
+        window      keys in the windows of each sequence's new tokens; None if no layer has a window
+        states      state slots of the sequences; None if no layer is recurrent
     """
 
     new_slots: torch.Tensor

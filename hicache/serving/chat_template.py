@@ -20,7 +20,7 @@ _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
 class RenderedChat(NamedTuple):
-    """A rendered chat. `generation_prompt`: the end of `text` with which an answer begins; empty if unknown."""
+    """A rendered chat. `generation_prompt`: the end of `text`, which begins the answer; empty if unknown."""
 
     text: str
     generation_prompt: str

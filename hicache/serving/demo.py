@@ -46,7 +46,7 @@ TIERS = ("device", "host", "disk", "remote")
 _CHUNK_TOKENS = 8192  # prompt tokens of one forward pass
 # The packaged model has 36 times the weights of the random one: its demo takes two CPU cores about a minute.
 _PACKAGED_DOCUMENT_TOKENS, _DOCUMENT_TOKENS = 1024, 12288
-_MEASURED_TURN = 2  # the first one also loads libraries and compiles
+_MEASURED_TURN = 2  # the time of the first turn includes loading libraries and compiling
 _WIDTHS = (34, 7, 7, 7, 7, 7, 9, 9)
 
 
@@ -90,8 +90,8 @@ def _text(question: str, answer: str, output: RequestOutput) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a demo. `sizes` are the tokens of the device tier, the host tier and the working set. `stats`: the
-    engine's metrics at the end. `device`: name of the processor."""
+    """The results of a demo. `sizes`: numbers of tokens of the device tier, the host tier and the working set. `stats`:
+    the engine's metrics at the end. `device`: name of the processor."""
 
     turns: Sequence[Turn]
     sizes: Mapping[str, int]
@@ -109,7 +109,7 @@ class Outcome:
 
     @property
     def hit_tokens(self) -> dict[str, int]:
-        """Prompt tokens from each tier, summed over all turns."""
+        """The number of prompt tokens that each tier had, summed over all turns."""
         hits = [dataclasses.asdict(turn.cached.hit) for turn in self.turns]
         return {tier: sum(hit[tier] for hit in hits) for tier in TIERS}
 
@@ -151,17 +151,18 @@ class _Workload:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest prompt together with its answer."""
+        """The number of tokens of the longest prompt together with its answer."""
         return max(len(prompt) for one in self.conversations for prompt in one.prompts) + self.max_new_tokens
 
     @property
     def working_set(self) -> int:
-        """Tokens of KV that all conversations together need."""
+        """The number of tokens whose KV all conversations together need."""
         return sum(conversation.distinct_tokens(self.max_new_tokens) for conversation in self.conversations)
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that both halves of the demo compute, if the cache has each token once."""
+        """The number of tokens that both halves of the demo compute, if the half with the cache computes each token
+        once."""
         prompts = sum(len(prompt) for one in self.conversations for prompt in one.prompts)
         return self.working_set + prompts
 
@@ -337,8 +338,8 @@ def _load(flags: argparse.Namespace, say: Say) -> _Workload:
 
 
 def _configure(flags: argparse.Namespace, workload: _Workload, store: Path) -> EngineConfig:
-    """Capacity for a quarter of the working set on the device and half of it on the host, unless flags say
-    otherwise."""
+    """Return the engine's configuration. Unless flags give sizes, the device has capacity for a quarter of the working
+    set, and the host for half of it."""
     config = _config(flags, **_defaults(flags, workload, store))
     capacity = config.device_tokens // config.page_size * config.page_size
     for limit, setting in ((capacity, "device_tokens"), (config.max_context_len, "max_context_len")):

@@ -147,8 +147,8 @@ _DIARIES = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation. `prompts` are the tokens of each turn; all turns share the document, [0, `shared`). `questions`:
-    one for each turn."""
+    """A conversation. `prompts`: tokens of the prompt of each turn; all prompts begin with the `shared` tokens of the
+    document. `questions`: one for each turn."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -156,7 +156,7 @@ class Conversation:
     questions: tuple[str, ...]
 
     def distinct_tokens(self, max_new_tokens: int) -> int:
-        """Return the tokens of KV that the complete conversation needs. A prefix shared by several turns counts
+        """Return the number of tokens whose KV the complete conversation needs. A prefix shared by several turns counts
         once."""
         distinct = 0
         for turn, prompt in enumerate(self.prompts):
@@ -194,7 +194,7 @@ def document_lengths(documents: int, maximum: int) -> list[int]:
 
 
 def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer) -> Conversation:
-    """A conversation in which each question about the text is a separate chat."""
+    """Return a conversation in which each question about the text is a separate chat."""
     prompts = [
         tuple(tokenizer.encode_chat([{"role": "user", "content": f"{text}\n\nQuestion: {question}"}]).ids)
         for question in questions

@@ -1,8 +1,8 @@
 """Collects the tokens that end an answer: the union of the end tokens that any file of a checkpoint names.
 
-Fine-tuning often changes one file only: a tokenizer may end turns with <|im_end|> while the configuration names only
-<|endoftext|>. SGLang uses this union too. Files are read directly, because transformers' configuration objects have
-default end tokens if a file names none.
+Fine-tuning often changes only one of these files. For example, a tokenizer may end turns with <|im_end|> while the
+configuration names only <|endoftext|>. SGLang uses this union too. Files are read directly, because transformers'
+configuration objects have default end tokens if a file names none.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 
 class CalmInterrupt:
-    """Within the `with` block, the first Ctrl-C is deferred to the next `check()`; the second one raises at once.
+    """Within the `with` block, the first Ctrl-C is deferred to the next `check()`; the second one raises immediately.
 
     Outside of the main thread, which alone receives signals, the block has no effect.
     """

@@ -39,8 +39,8 @@ MAX_EXPANDED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _Expansion:
-    """The expanded rows of a span. `slots`, int64 [K], are those of the tokens of its sequences, one sequence after
-    another. `queries` are those over these K rows."""
+    """The expanded rows of a span. `slots`: slots of the tokens of the span's sequences, one sequence after another,
+    int64 [K]. `queries`: the queries of the span, which read these K rows."""
 
     slots: torch.Tensor
     queries: PoolQueries
@@ -179,8 +179,8 @@ def attend_to_latents(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls (`transformers.AttentionInterface`). `key` and `value` are not
-    read."""
+    """Compute latent attention of a layer; transformers calls this function (`transformers.AttentionInterface`). `key`
+    and `value` are not read."""
     if hicache is None or attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots; use --attention torch")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

@@ -37,8 +37,9 @@ def long_extend(
     prefix_slots: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of one sequence's new tokens, `query` [n, heads, dim], to its prefix and to `key`, `value` [n,
-    kv_heads, dim]. `prefix_slots`: int64 [prefix], rows of the buffers. Returns [n, heads, dim]."""
+    """Compute causal attention of one sequence's new tokens, `query` [n, heads, dim], to the prefix of the sequence and
+    to the new tokens' `key` and `value`, [n, kv_heads, dim]. `prefix_slots`: int64 [prefix], rows of the buffers.
+    Returns [n, heads, dim]."""
     out, log_sum = _attend(query, key, value, scale, is_causal=True)
     for start in range(0, len(prefix_slots), _SEGMENT_TOKENS):
         slots = prefix_slots[start : start + _SEGMENT_TOKENS]

@@ -1,8 +1,8 @@
 """Chooses the next tokens of requests from the logits of a pass.
 
 Biases, penalties and forbidden stop tokens of a request concern few tokens of the vocabulary. They are a sparse list,
-computed on the host from the request's tokens. All lists of a batch are copied to the device at once. A batch without
-such lists costs only `choose_tokens`.
+computed on the host from the request's tokens. All lists of a batch are copied to the device in one copy. A batch
+without such lists costs only `choose_tokens`.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> lis
 def logit_changes(
     params: SamplingParams, prompt: npt.NDArray[np.int64], generated: npt.NDArray[np.int64], held_back: Collection[int]
 ) -> Changes:
-    """Return the changes of logits that `params` requires. `prompt` are the tokens of the prompt, each once.
-    `generated`: int64 [any number]. `held_back` are ids that must not be chosen."""
+    """Return the changes of logits that `params` requires. `prompt`: distinct tokens of the prompt. `generated`: tokens
+    of the answer so far, int64 [generated]. `held_back`: ids that must not be chosen."""
     biased = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
     stops = np.array([*held_back], dtype=np.int64)
     seen = np.concatenate([prompt, generated]) if params.repetition_penalty != 1 else generated

@@ -4,8 +4,8 @@
     rank_s = submitted_s - lead_s + max_overtake_s                         of a preemptible request
 
 Having one second less to compute is worth four seconds of waiting. The rank of a waiting request changes only if more
-of its prompt is cached. Therefore, at equal priority, a request is served before all requests submitted more than
-`max_overtake_s` later.
+of its prompt is cached. The last term is at most `max_overtake_s`. Therefore, at equal priority, a request is served
+before all requests submitted more than `max_overtake_s` later.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _PASSES_AHEAD = 2
 
 
 class ServingOrder:
-    """Computes ranks. `max_overtake_s`: a request may overtake requests submitted up to this many seconds earlier; 0:
-    first come, first served. `measured`: the prefill speed; ranks use it after `follow_speed`."""
+    """Computes the ranks by which requests are served. `max_overtake_s`: a request may overtake requests submitted up
+    to this many seconds earlier; 0: first come, first served. `measured`: the prefill speed; ranks use it after
+    `follow_speed`."""
 
     def __init__(self, max_overtake_s: float, measured: PrefillCost) -> None:
         self._max_overtake_s = max_overtake_s
@@ -62,8 +63,8 @@ def is_computed_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest],
 
 def is_computed_for_another(req: ScheduledRequest, running: Iterable[ScheduledRequest], page_size: int) -> bool:
     """Return whether a running prompt of the same or higher priority is about to compute complete pages at the
-    beginning of this waiting request. If so, the waiting request will hit these pages some passes later; if admitted
-    now, it would compute them a second time."""
+    beginning of this waiting request. If so, the waiting request hits these pages if it is admitted some passes later,
+    and would compute them a second time if it were admitted now."""
     for other in running:
         if other.is_decoding or other.lead_s < req.lead_s or other.request.namespace != req.request.namespace:
             continue

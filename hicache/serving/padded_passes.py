@@ -88,8 +88,8 @@ class PaddedPasses:
         starting: bool = False,
         keep: int = 1,
     ) -> torch.Tensor:
-        """One pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`; `kv_len`: of the longest
-        sequence.
+        """Run one pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`. `kv_len`: number of
+        tokens of the longest sequence.
 
         `masked`: whether attention needs a mask beyond causality. `starting`: whether a sequence of a batch starts with
         this pass. Returns float32 logits [B, keep, vocab] of the last tokens.

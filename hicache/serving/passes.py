@@ -67,7 +67,7 @@ class PassContext:
 
     @property
     def table(self) -> torch.Tensor:
-        """Slots of every request's tokens, int32 [requests, max_context_len]."""
+        """The slots of every request's tokens, int32 [requests, max_context_len]."""
         return self.engine.req_to_token.req_to_token
 
     @cached_property

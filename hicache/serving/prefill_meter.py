@@ -124,8 +124,9 @@ class PrefillPace:
 
 
 class PrefillMeter:
-    """Measures passes for one scheduler; used by its thread. `clock` gives seconds, for passes on the CPU. `max_pass_s`
-    is that of the scheduler. `cost` is the prefill cost measured so far."""
+    """Measures the passes of one scheduler, and computes the budget of its next pass. Used by the scheduler's thread.
+    `clock`: returns the current time in seconds, for passes on the CPU. `max_pass_s`: the setting of the scheduler.
+    `cost`: the prefill cost measured so far."""
 
     def __init__(
         self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter, max_pass_s: float = 0.0
@@ -182,8 +183,8 @@ class PrefillMeter:
         return self._pace.budget(num_tokens, has_streams)
 
     def saved_s(self, hit: Hit) -> dict[str, float]:
-        """Return, for each tier, the seconds of computing that its hits of a prompt saved. The device had the beginning
-        of the prompt, followed by the host and the stores."""
+        """Return, for each tier, the seconds of computing that its hits of a prompt saved. The hits of the device are
+        the beginning of the prompt, and those of the host and of the stores follow in this order."""
         saved, start = dict[str, float](), 0
         for tier, num_tokens in asdict(hit).items() if self.cost.is_measured else ():
             saved[tier], start = self.cost.seconds(start, start + num_tokens), start + num_tokens

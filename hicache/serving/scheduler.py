@@ -47,13 +47,14 @@ _MAX_RETRIES = 1  # retries of a request whose prefix failed to load
 class Scheduler:
     """Serves requests through `runner` over `engine`. One thread calls all methods.
 
-    `chunk_tokens`: tokens of one pass: one for each request that decodes, and the others, at least one, for prompts.
-    `max_pass_s`: maximum time of a pass with prompts, by the measured prefill speed, if requests decode in it;
-    otherwise it may take four times as long; 0: no limit. `max_running`: maximum requests that hold slots.
-    `stall_timeout_s`: maximum wait for slots while no running request could release any; then the request fails.
-    `priority_level_s`: seconds of waiting that a level of priority is worth. `max_overtake_s`: a request may overtake
-    requests submitted up to this many seconds earlier, if it has less left to compute; 0: first come, first served.
-    `clock`: seconds.
+    `chunk_tokens`: maximum tokens of one pass. Each request that decodes gets one of them, and prompts share the
+    others, but get at least one. `max_pass_s`: maximum seconds, by the measured prefill speed, of a pass with prompts
+    in which other requests decode; a pass in which no request decodes may take four times as long; 0: no limit.
+    `max_running`: maximum number of requests that hold slots. `stall_timeout_s`: maximum seconds for which a request
+    waits for slots while no running request could release any; after that, the request fails. `priority_level_s`:
+    seconds of waiting that a level of priority is worth. `max_overtake_s`: a request may overtake requests submitted up
+    to this many seconds earlier, if it has less left to compute; 0: first come, first served. `clock`: returns the
+    current time in seconds.
 
     The engine must be started, and stays open when the scheduler is dropped.
     """
@@ -302,8 +303,8 @@ class Scheduler:
             self._append_token(req, token)
 
     def _record_kv(self, req: ScheduledRequest) -> None:
-        """Record that KV of tokens [kv_len, end) is stored. KV of a prompt is committed at once, KV of generated tokens
-        later."""
+        """Record that KV of tokens [kv_len, end) is stored. KV of a prompt is also committed here; KV of generated
+        tokens is committed when the request ends or is preempted."""
         start, req.kv_len = req.kv_len, req.end
         if req.is_decoding:
             return

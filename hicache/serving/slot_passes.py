@@ -174,6 +174,7 @@ class SlotPasses:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward`, compiled for each shape of its inputs. By default torch stops compiling after eight shapes."""
+    """Return `forward`, compiled for each shape of its inputs. The limit of compiled shapes is raised, because torch
+    stops compiling after eight shapes by default."""
     unlimited = torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED, accumulated_recompile_limit=_MAX_COMPILED)
     return unlimited(torch.compile(forward, dynamic=False))  # type: ignore[no-any-return]

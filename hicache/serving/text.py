@@ -46,9 +46,9 @@ class ByteDecoder:
 
 
 class TokenDecoder:
-    """The `DecodeStream` of `tokenizers`, with an end. `prompt`: its last tokens are context for the first token.
-
-    `held`: tokens whose text may end in an incomplete character.
+    """A decoder over the `DecodeStream` of `tokenizers`, which can also return the text of an incomplete character at
+    the end. `prompt`: the last tokens of the prompt are context for the first token. `held`: tokens whose text may end
+    in an incomplete character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:

@@ -76,8 +76,8 @@ def trial_length(config: Any) -> int:
 
 
 class Trial:
-    """Compares passes of `model` with plain forwards, which the constructor runs: of a short sequence, and of a long
-    one with a few more than `num_tokens` tokens.
+    """Compares served passes of `model` with plain forwards. The constructor runs the plain forwards of two sequences,
+    a short one, and a long one with a few more than `num_tokens` tokens.
 
     A difference is the maximum difference of logits, relative to their standard deviation.
     """

@@ -11,7 +11,8 @@ from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 
 
 class WaitingRequests:
-    """Owned by the scheduler. The cost of a step without changes does not depend on the number of waiting requests.
+    """The requests that wait for admission, divided by the state of their prefetch. Owned by the scheduler. The cost of
+    a step without changes does not depend on the number of waiting requests.
 
     pending     its prefetch is not ready: only in `_requests`
     ready       in `_queue`, by rank, and in `_looked_up`, ordered by the time of the last look-up, oldest first

@@ -21,13 +21,14 @@ from hicache.tiers import SWA
 
 
 def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
-    """Compute prompts of all powers of two, because attention has different kernels for them. Then compute a prompt of
-    two chunks twice, the second time to measure, and decode a batch of each graph's size.
+    """Compile all kernels and capture all graphs, and measure the prefill speed. First compute prompts of 1, 2, 4, ...
+    tokens, because attention has different kernels for different lengths. Then compute a prompt of two chunks twice,
+    the second time to measure, and decode a batch of each graph's size.
 
     Prompts take at most half of the device tier's slots. Call it before any request is admitted.
     """
     num_slots, windows = engine.pool.size, engine.inspect.context.by_name.get(SWA)
-    # a window pool may have fewer slots, and a prompt frees none before its commit
+    # The window pool may have fewer slots than the full pool, and a prompt frees no window slots before its commit.
     if isinstance(windows, SlidingWindow):
         num_slots = min(num_slots, windows.max_tokens)
     max_len = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)

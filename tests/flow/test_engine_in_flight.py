@@ -203,10 +203,10 @@ def test_a_copy_locks_no_page_behind_those_that_it_copies() -> None:
 def test_copies_are_one_with_those_that_are_submitted_later() -> None:
     """A group of copies that had ended reports the bytes and the failure of a copy that is added later."""
     op, early, late = Copy(), CpuOp(10), CpuOp(20)
-    op.operations.append(early)
+    op.add(early)
     early.run(lambda: None)
     assert op.done() and op.error is None and op.num_bytes == 10
-    op.operations.append(late)
+    op.add(late)
     assert not op.done() and op.num_bytes == 30
     late.error = TransferError("a copy fails")
     late.run(lambda: None)

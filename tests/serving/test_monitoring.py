@@ -114,6 +114,7 @@ def test_grafana_asks_for_metrics_that_exist(server: Server) -> None:
 
 
 def test_the_page_of_the_documentation_names_metrics_that_exist(server: Server) -> None:
-    """Every metric in docs/monitoring.md, those of its alerts among them, is exported."""
-    names = set(re.findall(r"hicache_\w+", (GRAFANA.parents[1] / "monitoring.md").read_text()))
+    """Every metric in the pages of monitoring and of alerts is exported."""
+    docs = GRAFANA.parents[1]
+    names = set(re.findall(r"hicache_\w+", (docs / "monitoring.md").read_text() + (docs / "alerts.md").read_text()))
     assert names and names <= set(samples(server))

@@ -58,8 +58,10 @@ class _Computed(NamedTuple):
 
 
 class LoadGate(ServerLoadPolicy):
-    """May be called by any thread. `page_tokens`: tokens of a page. `clock`: seconds. `store`: keeps the prefill
-    speed."""
+    """Decides for each prompt that SGLang looks up whether its pages are loaded from the disk or computed. Any thread
+    may call its methods. `tokens_per_s`: prefill speed in tokens per second; "auto": measured. `page_tokens`: tokens of
+    a page. `clock`: returns the current time in seconds. `store`: stores the measured prefill speed for the next
+    start."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _MIN_TIMED_TOKENS = 512
 
 @dataclass
 class Conversation:
-    """A conversation with a server. `server` is its address, for messages. `documents` is the text before the first
+    """A conversation with a server. `server`: address of the server, for messages. `documents`: text before the first
     question."""
 
     client: openai.OpenAI
@@ -155,7 +155,7 @@ def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
 
 def _typed(notes: Console) -> Iterator[str]:
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # gives input() a history
+        importlib.import_module("readline")  # after this import, input() has a history of lines
     _note(notes, "Ctrl-D ends the chat")
     with contextlib.suppress(EOFError):
         while True:

@@ -48,7 +48,8 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class AppSettings:
-    """Settings of the application. A request needs one of `api_keys`; without keys every client may send requests."""
+    """Settings of the application. A request needs one of `api_keys`. If `api_keys` is empty, every client may send
+    requests."""
 
     api_keys: Sequence[str]
     max_body_bytes: int

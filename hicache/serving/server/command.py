@@ -91,8 +91,8 @@ def run(flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[ServerContext]:
-    """Inside, the model is loaded and the engine is built as the flags say. `say`: called with messages on the packaged
-    model. Raises HiCacheError."""
+    """Load the model and build the engine for the `with` block, as the flags say. `say`: called with messages on the
+    packaged model. Raises HiCacheError."""
     require_known_parser()
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     keys = _checked_keys(flags.api_key)
@@ -125,7 +125,8 @@ def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder
 
 
 def _checked_keys(given: str | None) -> tuple[str, ...]:
-    """The keys of the flag or the environment. Raises ConfigError, without a key, if no client could send one."""
+    """Return the keys of the flag, or else those of the environment. Raises ConfigError if no client could send one of
+    the keys; the message contains no key."""
     keys = api_keys() if given is None else tuple(given.split(","))
     if given is not None and "" in keys:
         raise ConfigError("--api-key has an empty key; give keys with commas between them, or leave the flag out")
@@ -300,7 +301,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(MAX_BACKLOG)  # more connections may be queued than are accepted at once
+            listener.listen(MAX_BACKLOG)  # this queue may be longer than one round of accepts
         self.listening.set()
 
     @contextlib.contextmanager
@@ -309,8 +310,8 @@ class _Server(uvicorn.Server):
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded, so that a port in use is reported at once. uvicorn listens on the
-    socket later."""
+    """Bind the port before the model is loaded, so that a port in use is reported without waiting for the model.
+    uvicorn listens on the socket later."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

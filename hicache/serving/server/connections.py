@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ConnectionLimits:
-    """Limits of connections. `max_connections`: open at a time. `head_s`: until the head of a request has arrived, from
-    the connection or from the first byte after the last response. `request_s`: from then until the response is sent.
-    `refused`: makes the answer to a connection without a valid request (status 400) or without a place (503), from the
-    status and the client's address. uvicorn closes a connection that is idle after a response, by its
-    `timeout_keep_alive`."""
+    """Limits of connections. `max_connections`: maximum number of open connections. `head_s`: maximum seconds until the
+    head of a request has arrived, counted from the start of the connection or from the first byte after the last
+    response. `request_s`: maximum seconds from the head of a request until its response is sent. `refused`: returns the
+    response to an invalid request (status 400) or to a connection above the limit (503), given the status and the
+    client's address. uvicorn closes a connection that is idle after a response, by its `timeout_keep_alive`."""
 
     max_connections: int
     request_s: float
@@ -58,8 +58,9 @@ class ConnectionLimits:
 
 
 def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
-    """Return the limits of connections and of connections accepted at once. Of the file descriptors of this process,
-    connections get one half, and accepted connections that are not refused yet a quarter."""
+    """Return the maximum number of open connections, and the maximum number of connections that are accepted in one go.
+    Open connections get half of the file descriptors of this process, and accepted connections that are not refused yet
+    get a quarter."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(max_connections, soft // 2)), max(1, min(MAX_BACKLOG, soft // 16))
 

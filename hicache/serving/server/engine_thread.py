@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenChosen:
-    """A token of a request. `time_s` is a time of `time.perf_counter`. `logprobs` are the log probabilities that the
-    request asks for, up to this token."""
+    """A chosen token of a request. `time_s`: time of the choice by `time.perf_counter`. `logprobs`: log probabilities
+    that the request asks for, since the last token and including this one."""
 
     request_id: str
     token: int
@@ -84,7 +84,8 @@ class EngineThread:
 
     @property
     def metrics(self) -> Mapping[str, MetricValue]:
-        """Return the result of `engine.metrics()`, at most a second old while steps are short."""
+        """Return the result of `engine.metrics()`. It is at most a second old, and older only while a step takes longer
+        than a second."""
         return self._metrics
 
     def start(self, deliver: Callable[[Sequence[Event]], None]) -> None:

@@ -24,7 +24,7 @@ from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
-_MAX_PROMPT_LOGPROBS = 1 << 20  # limit of a request, whose log probabilities take 100 MiB until they are sent
+_MAX_PROMPT_LOGPROBS = 1 << 20  # per request; at this limit, log probabilities take 100 MiB
 _MIN_S = 1e-3
 _CONTEXT_TOKENS = 32  # last tokens of a prompt that the decoder of the answer gets
 _SEED_MASK = (1 << 64) - 1  # negative seeds are converted to two's complement
@@ -32,8 +32,9 @@ _SEED_MASK = (1 << 64) - 1  # negative seeds are converted to two's complement
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model. `names`: accepted from clients; the first is used if a client gives none. `max_len`: maximum
-    tokens of a prompt and its answer together. `sampling`: default parameters. Token ids are below `vocab_size`."""
+    """The served model. `names`: names by which clients may request the model; the first one is used if a client gives
+    none. `max_len`: maximum tokens of a prompt and its answer together. `sampling`: default parameters. Token ids are
+    below `vocab_size`."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -45,8 +46,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests. `max_open`: answers that run or wait. `timeout_s`: of a request, from its arrival to its last
-    token."""
+    """Limits of requests. `max_open`: maximum number of answers that run or wait. `timeout_s`: maximum seconds of a
+    request, from its arrival to its last token."""
 
     max_open: int
     timeout_s: float
@@ -64,8 +65,8 @@ class _OpenRequest:
 
 
 class Frontend:
-    """Tracks the open requests. The event loop calls all methods. `engine_described` is the result of
-    `CacheEngine.describe()`; `recorder` records every request."""
+    """Tracks the open requests. The event loop calls all methods. `engine_described`: the result of
+    `CacheEngine.describe()`. `recorder`: records every request."""
 
     def __init__(
         self,
@@ -130,8 +131,8 @@ class Frontend:
         *,
         is_debug: bool = False,
     ) -> Generation:
-        """Submit all prompts, or none. `constraint`: of each answer. `is_debug`: see `Generation`. Raises
-        `ApiError`."""
+        """Submit all prompts of a request, or none. `constraint`: restricts each answer. `is_debug`: see `Generation`.
+        Raises `ApiError`."""
         num_each = body.n or 1
         self.require_capacity(len(prompts) * num_each)
         self._require_possible(body, prompts)

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class Choice:
-    """One answer to a prompt of `prompt_len` tokens. `text` and `logprobs` were not taken yet. `outcome` is the name in
-    metrics, empty until the answer has ended. `prompt_index` is the number of the prompt. `is_first` marks the first
-    answer to its prompt."""
+    """One answer to a prompt of `prompt_len` tokens. `text` and `logprobs`: text and log probabilities that `take` has
+    not returned yet. `outcome`: name of the outcome in metrics, empty until the answer has ended. `prompt_index`: index
+    of the prompt. `is_first`: whether this is the first answer to its prompt."""
 
     def __init__(self, index: int, body: GenerationBody, prompt_len: int, decoder: TextDecoder, text: str = "") -> None:
         self.index = index
@@ -99,8 +99,9 @@ class Choice:
 class Generation:
     """The answers to one HTTP request. All methods are called on the event loop.
 
-    `choices`: by request id. `ends`: the engine thread that runs the requests. `timeout_s`: for the error message.
-    `is_debug`: whether the usage says why tokens of the prompt were computed.
+    `choices`: the answers by request id. `ends`: the engine thread that runs the requests. `timeout_s`: time limit of a
+    request in seconds, for the error message. `is_debug`: whether the usage says why tokens of the prompt were
+    computed.
     """
 
     def __init__(

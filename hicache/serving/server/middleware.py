@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class HttpRecord:
     """The data of a request's log line. `fields`: further fields, set by the handler; never text from a client.
-    `arrival_s` is the time of `time.perf_counter` at which the request's head had arrived."""
+    `arrival_s`: time by `time.perf_counter` at which the request's head had arrived."""
 
     request_id: str
     arrival_s: float
@@ -130,5 +130,6 @@ class Gate:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1")
-        equal = [hmac.compare_digest(given, known) for known in self._keys]  # each of them, so that times tell nothing
+        # All keys are compared, so that the time of the check does not depend on the keys.
+        equal = [hmac.compare_digest(given, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(equal)

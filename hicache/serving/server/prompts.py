@@ -45,9 +45,9 @@ _PIECE_CHARS = 1 << 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. `tokens`: int64 [len]; together with `max_new_tokens` at most the model's context. `text`: of the
-    prompt, if answers begin with it. `shared_len`: tokens that the next turn's prompt shares at least, if there is
-    one."""
+    """A prompt. `tokens`: int64 [len]; together with `max_new_tokens` at most the model's context. `text`: text of the
+    prompt, if answers begin with it. `shared_len`: minimum number of tokens with which the next turn's prompt begins
+    too, if there is a next turn."""
 
     tokens: npt.NDArray[np.int64]
     max_new_tokens: int
@@ -65,8 +65,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Limits of prompts. `max_len`: tokens of a prompt and its answer together. `max_answers`: that one body may
-    request. Token ids are below `vocab_size`."""
+    """Limits of prompts. `max_len`: maximum number of tokens of a prompt and its answer together. `max_answers`:
+    maximum number of answers that one body may request. Token ids are below `vocab_size`."""
 
     max_len: int
     max_answers: int

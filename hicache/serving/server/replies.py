@@ -135,8 +135,8 @@ def unavailable(message: str, code: str) -> ApiError:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one HTTP request, summed over its prompts. `cached`: prompt tokens by the tier of their hit; None:
-    unknown yet."""
+    """The numbers of tokens of one HTTP request, summed over its prompts. `cached`: number of prompt tokens by the tier
+    of their hit; None: not known yet."""
 
     prompt: int
     completion: int

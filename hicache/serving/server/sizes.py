@@ -80,7 +80,7 @@ def max_len(config: EngineConfig, loaded: LoadedModel) -> int:
 
 def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: int) -> int:
     """Return the number of tokens that fit in the device's memory. `config` has placeholders for sizes that depend on
-    this number. Raises OutOfMemory if not even a page fits."""
+    this number. Raises OutOfMemory if the memory is too small for one page."""
     if config.device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(torch.device(config.device))
         num_tokens = largest_device_tokens(config, geometry, int(free * CUDA_SHARE))
@@ -100,8 +100,9 @@ def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: i
 
 
 def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: int, most: int = MAX_TOKENS) -> int:
-    """Return the slots of the largest device tier, in complete cache pages, whose pools take at most `budget` bytes; 0
-    if not even a page fits. `config`: the other settings of the pools; its device_tokens are ignored."""
+    """Return the number of slots of the largest device tier, in complete cache pages, whose pools take at most `budget`
+    bytes; 0 if the pools of one page take more. `config`: the other settings of the pools; its device_tokens are
+    ignored."""
     page, rows = config.cache_page_size, row_bytes(model, config.torch_dtype)
 
     def fits(num_pages: int) -> bool:

@@ -17,7 +17,8 @@ _BODY_S = 60.0
 
 
 class Uploads:
-    """Counts the bytes of bodies until they are parsed. Called on the event loop. `max_body_bytes`: of each body."""
+    """Counts the bytes of bodies until they are parsed. Called on the event loop. `max_body_bytes`: maximum bytes of
+    each body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = max_body_bytes

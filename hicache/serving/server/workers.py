@@ -72,7 +72,7 @@ class PromptWorkers:
         raise internal_error()
 
     def close(self) -> None:
-        """End the processes at once, and the threads."""
+        """End the processes immediately, and the threads."""
         self._lifeline.close()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
