@@ -131,7 +131,7 @@ class IoQueue(Generic[J, D]):
     def refuses(self, queue_class: float = math.inf) -> bool:
         """Return whether a job submitted now would not run, because the breaker is open or no thread is left for its
         class."""
-        return self.breaker.refuses() or self._stopped or self._are_stalled(queue_class)
+        return self._stopped or self._runs_no(queue_class)
 
     def refuse(self, item: Queued[J, D]) -> None:
         with self._changed:
@@ -149,7 +149,7 @@ class IoQueue(Generic[J, D]):
             if token is not None:
                 why = f"a job takes longer than io_timeout_s={self._limits.io_timeout_s:g}"
                 self.breaker.failed(token, why, at_once=True)
-        if self._waiting and self.refuses():
+        if self._waiting and self._runs_no(math.inf):  # the threads of a stopped queue still run its jobs
             for item in self.take_more(math.inf):
                 self.refuse(item)
 
@@ -172,6 +172,10 @@ class IoQueue(Generic[J, D]):
         counts = breaker.state, breaker.opens, breaker.failures, self._refused, self._stalled
         until_s = math.inf if self._are_stalled() else breaker.refuses_until_s
         return (*counts, len(self._waiting), self._waiting_bytes, until_s)
+
+    def _runs_no(self, queue_class: float) -> bool:
+        """Return whether the breaker is open, or no thread is left for a class."""
+        return self.breaker.refuses() or self._are_stalled(queue_class)
 
     def _are_stalled(self, queue_class: float = math.inf) -> bool:
         """Return whether all threads for a class are stalled."""

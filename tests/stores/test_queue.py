@@ -36,7 +36,8 @@ def address(page: np.ndarray) -> int:
     st.integers(0, 40),
 )
 def test_a_queue_keeps_class_then_number(offers: list[tuple[ReadClass, int]], capacity: int, max_bytes: int) -> None:
-    """Jobs leave by class and, within one, by number; a group is at most `max_bytes` and as large as it may be."""
+    """Jobs leave by class and, within one, by number; a group is at most `max_bytes` and as large as it may be. A
+    stopped queue keeps its jobs for its threads."""
     queue: IoQueue[ReadJob, None] = IoQueue("reads", capacity, lambda job: None, Limits(), Clock())
     queue.start(1, lambda watchdog: None)
     for n, (queue_class, num_bytes) in enumerate(offers):
@@ -49,6 +50,7 @@ def test_a_queue_keeps_class_then_number(offers: list[tuple[ReadClass, int]], ca
     assert group == order[: len(group)] and sum(sizes[: len(group)]) <= max_bytes
     assert len(group) == len(order) or sum(sizes) > max_bytes
     queue.stop()
+    queue.look()
     rest = []
     while (item := queue.take()) is not None:
         rest.append(item.job.ticket)
