@@ -129,7 +129,7 @@ def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
 
     return {
         "store": Variant(lambda: store_kv(k, v, plain[0], plain[1], slots, kernels), num_bytes, verify_plain),
-        # It writes half of the bytes of a copy; the mean of bytes read and written is 3/4.
+        # This kernel reads as many bytes as a copy and writes half of them: a mean of 3/4 of the bytes of a copy.
         "store_fp8": Variant(
             lambda: store_kv(k, v, fp8[0], fp8[1], slots, kernels, scale, scale), num_bytes * 3 // 4, verify_fp8
         ),

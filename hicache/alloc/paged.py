@@ -27,7 +27,7 @@ def distinct_first(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ascending = ids.sort().values
     rank = torch.zeros_like(ascending)
     torch.cumsum(ascending[1:] != ascending[:-1], 0, out=rank[1:])
-    # Equal ids have the same rank, so it does not matter which of them is written.
+    # Equal ids have the same position in sorted order, so it does not matter whose position is written last.
     return torch.empty_like(ascending).scatter_(0, rank, ascending), rank[-1:]
 
 

@@ -1,4 +1,4 @@
-"""Device pools for Ascend NPUs: MHA and MLA in page-major order, one tensor each, written by the vendor's operation.
+"""Device pools for Ascend NPUs, with MHA or MLA in page-major order. An operation of `torch_npu` writes the tensors.
 
 Without an NPU, the kernels of the other pools store the same bytes. This is the only module that uses `torch_npu`.
 """

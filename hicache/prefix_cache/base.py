@@ -375,7 +375,8 @@ class BasePrefixCache(ABC):
         req.last_node, req.cache_protected_len = cast(TreeNode, inserted.node), end
 
     def _count_use(self, above: Node, inserted: Inserted, priority: int, chunked: bool) -> None:
-        """Count a use of the old pages below `above`, and set the priority of the new pages if it is negative."""
+        """Count a use of each page below the node `above` that was cached before this insert. If `priority` is
+        negative, set the priority of the added pages."""
         rows, gained = self._tree.path_rows(inserted.node, above.depth_tokens), inserted.gained
         if priority < 0:
             self._tree.table.priority[gained] = priority

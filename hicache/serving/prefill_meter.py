@@ -191,8 +191,8 @@ class PrefillMeter:
         return saved
 
     def report(self) -> None:
-        """Report the passes that have ended to the engine. Call it in every step, also without a pass, because the
-        engine compares waits for the disk with the speed."""
+        """Report to the engine which passes have ended. Call it in every step, also without a pass: the engine compares
+        waits for the disk with the measured speed of prefills."""
         while self._pending and self._pending[0].end.query():
             ended = self._pending.popleft()
             seconds = ended.begin.elapsed_time(ended.end) / 1e3

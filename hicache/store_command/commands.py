@@ -164,7 +164,8 @@ def prune_stores(task: Task) -> Outcome:
 
 
 def _names(folder: Path) -> set[object]:
-    """The names of a store's model: as served, and as the identity has it. None if the record cannot be read."""
+    """Return two names of a store's model: the name that clients use, and the name in the store's identity. The set
+    is empty if the record of the store cannot be read."""
     try:
         identity = read_record(folder).identity
     except StoreError:

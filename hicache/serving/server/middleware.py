@@ -106,8 +106,8 @@ class RequestLog:
 
 class Gate:
     """Refuses four kinds of requests: those with none of the keys on routes that need one; those other than probes if
-    the server is crowded; those with two lengths, whose end a proxy may see at another byte; and those whose
-    Content-Length exceeds `max_body_bytes`."""
+    the server is crowded; those with both Content-Length and Transfer-Encoding, or with two Content-Lengths, because a
+    proxy may disagree with this server about their end; and those whose Content-Length exceeds `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app
