@@ -38,7 +38,7 @@ from hicache.storage.directory import NEW_SUFFIX
 from hicache.storage.header import HEADER_BYTES, HeaderAndPayload, page_bytes_of, parse_header
 from hicache.storage.memory import ALIGNMENT, Scratch, round_up
 from hicache.storage.remote import RemotePageStore
-from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock, is_aligned
+from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock, drop_front, is_aligned
 from hicache.storage.store_url import StoreUrl
 
 FOLDER, IDENTITY_FILE, LEASES = "hicache", "identity.json", "leases"
@@ -340,10 +340,7 @@ def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[memoryv
         if not moved:
             break
         done += moved
-        while left and moved >= len(left[0]):
-            moved -= len(left.pop(0))
-        if moved:
-            left[0] = left[0][moved:]
+        drop_front(left, moved)
     return done
 
 

@@ -258,11 +258,16 @@ class SlotFile:
             if not moved:
                 break
             done += moved
-            while left and moved >= len(left[0]):
-                moved -= len(left.pop(0))
-            if moved:
-                left[0] = left[0][moved:]
+            drop_front(left, moved)
         return done
+
+
+def drop_front(parts: list[memoryview], num_bytes: int) -> None:
+    """Remove the first `num_bytes` bytes, which a call has read or written, from the parts of a transfer."""
+    while parts and num_bytes >= len(parts[0]):
+        num_bytes -= len(parts.pop(0))
+    if num_bytes:
+        parts[0] = parts[0][num_bytes:]
 
 
 class SlotFiles(dict[SlotLength, SlotFile]):
