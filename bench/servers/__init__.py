@@ -218,7 +218,7 @@ class _Served:
             answered = f"{len(served['answers'])} of {served['num_requests']} prompts"
             raise BenchUnavailable(f"answered {answered} in {served['makespan_s']:.0f} s; raise --limit-s")
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        return Run.of(setting, served, prompts=prompts, date=date, beside=len(self.args.gpus))
+        return Run.of(setting, served, prompts=prompts, date=date, num_gpus=len(self.args.gpus))
 
     def _workload(self, usual: _Sizes, *, defaults: bool = False) -> Workload:
         """The workload of the arguments, or the one without arguments, for names of cases."""

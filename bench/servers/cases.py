@@ -92,7 +92,7 @@ def _add_setting(report: Report, name: str, runs: Sequence[Run]) -> None:
     cap = f"{setting.gpu_tokens} tokens" if setting.gpu_tokens else "not capped"
     about = f"{setting.clients} clients; the GPU's cache {cap}; {first.prompts}"
     about += f"; files on {setting.files}" if setting.files else ""
-    about += f"; {first.beside} GPUs at once" if first.beside > 1 else ""
+    about += f"; {first.num_gpus} GPUs at once" if first.num_gpus > 1 else ""
     span = [run.makespan_s for run in runs]
     report.case(f"{name}.makespan", span, "s", better="lower", note=f"{_range(span)}; {about}")
     means, p99 = [run.first_ms["mean"] for run in runs], [run.first_ms["p99"] for run in runs]

@@ -38,7 +38,7 @@ class Run:
 
     `first_ms`: milliseconds to the first token: mean, p50, p90, p99. `cached`: share of the prompts' tokens by the tier
     that had them, and `all`. `moved_gb`: GB by the server's metrics; empty if it counts none. `gate`: loads of our disk
-    by decision. `answers`: a digest of four digits for each answer, in order of the prompts. `beside`: number of GPUs
+    by decision. `answers`: a digest of four digits for each answer, in order of the prompts. `num_gpus`: number of GPUs
     that served at the same time.
     """
 
@@ -46,7 +46,7 @@ class Run:
     prompts: str
     version: str
     date: str
-    beside: int
+    num_gpus: int
     start_s: float
     makespan_s: float
     first_ms: dict[str, float]

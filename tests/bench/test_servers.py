@@ -156,7 +156,7 @@ def test_a_killed_benchmark_is_continued(tmp_path: Path, capsys: pytest.CaptureF
     command = ["bench", "run", "servers", "--device", "cpu", "--resume", str(path), "--limit-s", "2", "--gpus", "0,1"]
     assert main([*command, "--modes", "none,slow"]) == 0
     report = common.read_report(path)
-    assert [(run["setting"]["mode"], run["beside"]) for run in report.runs] == [("none", 2)]
+    assert [(run["setting"]["mode"], run["num_gpus"]) for run in report.runs] == [("none", 2)]
     assert "slow: answered 0 of 12 prompts in" in capsys.readouterr().out
     assert main([*command, "--modes", "none,hicache"]) == 0
     later = common.read_report(path)
