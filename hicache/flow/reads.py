@@ -1124,8 +1124,9 @@ class Prefetcher(Movement):
         request was affected. Few polls without news do more than look for answers."""
         answers = list[FindDone | ReadDone | Stalled]()
         for tier in self._tiers:
-            # An engine asks for no leases.
-            answers += (done for done in tier.reads.poll() if not isinstance(done, LeaseDone))
+            for done in tier.reads.poll():
+                assert not isinstance(done, LeaseDone), "an engine asks for no leases"
+                answers.append(done)
         if not (answers or self._requests):
             return False
         answered, now_s = self._enter(answers) if answers else [], self._clock()
@@ -1529,8 +1530,7 @@ class Prefetcher(Movement):
         """The end of a pass from token `start` to at most `end`: the end of a page, so that requests share all computed
         pages and a recurrent state; the beginning of the next pages that arrived; or about where computing and reading
         meet. Reads of pages that the pass computes are cancelled."""
-        request = self._request_of(lease)
-        if request is None:
+        if not self._requests or (request := self._request_of(lease)) is None:
             return end
         keys, pages, page = lease.keys, self._context.full.pages, self._context.tree.page_size
         first, last = start // page, min(len(keys), -(-end // page))

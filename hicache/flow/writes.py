@@ -233,18 +233,24 @@ class Writes(Movement):
     def _end(self, component: CacheComponent, ended: Sequence[tuple[Rows, WriteDone]]) -> None:
         """Apply the answers to writes of a component."""
         pages, table, page_bytes = component.pages, component.pages.table, component.host.page_bytes
-        written, num_new = [rows for rows, _ in ended], sum([done.num_new for _, done in ended])
-        rows, ok = np.concatenate(written), np.array([*itertools.chain(*[done.ok for _, done in ended])], np.bool_)
-        moved = [(num * page_bytes, done.seconds) for _, done in ended if (num := sum(done.ok))]
-        self._failures.value += len(ok) - int(np.count_nonzero(ok))
-        self._bytes.observe(*[num_bytes for num_bytes, _ in moved])
-        self._seconds.observe(*[seconds for _, seconds in moved])
-        if self._uses is not None and num_new:
-            is_new = np.repeat([done.num_new > 0 for _, done in ended], [*map(len, written)])
-            self._uses.write(table.name[rows[ok & is_new]], num_new)
-        if self._is_measured:
-            all_new = [done for _, done in ended if done.num_new == len(done.ok)]
-            self._measure(sum([done.num_new for done in all_new]) * page_bytes, sum([done.seconds for done in all_new]))
+        written, oks, new = list[Rows](), list[Mask](), list[Rows]()
+        num_new = 0
+        for of_job, done in ended:
+            ok = np.array(done.ok, np.bool_)
+            written.append(of_job)
+            oks.append(ok)
+            if num_written := int(np.count_nonzero(ok)):
+                self._bytes.observe(num_written * page_bytes)
+                self._seconds.observe(done.seconds)
+            self._failures.value += len(ok) - num_written
+            if done.num_new:
+                new.append(of_job[ok])
+                num_new += done.num_new
+            if self._is_measured and done.num_new == len(ok):
+                self._measure(done.num_new * page_bytes, done.seconds)
+        if self._uses is not None and new:
+            self._uses.write(table.name[np.concatenate(new)], num_new)
+        rows = np.concatenate(written)
         if self.store is DISK and self._context.tree.events is not None:
             for of_job, done in ended:
                 self._publish(component, of_job[np.array(done.ok, np.bool_)], done.removed)
@@ -255,7 +261,6 @@ class Writes(Movement):
         if component.name == FULL:  # their rows are locked: later these may belong to other pages
             self._prefix_keys += table.keys_of(table.with_paths(rows, self._prefix_rows))
         # The last writes first, as uses of pages: the end of a prompt is evicted first.
-        oks = np.split(ok, np.cumsum([*map(len, written)])[:-1])
         pages.written(np.concatenate(written[::-1]), np.concatenate(oks[::-1]), self.store.bit)
 
     def _measure(self, num_bytes: int, seconds: float) -> None:

@@ -193,8 +193,7 @@ class SharedStatus:
         self._numbers = memory.view(np.float64)
 
     def stats(self) -> StoreStats:
-        values = self._numbers[: len(_STATS)].tolist()
-        numbers: dict[str, Any] = {name: int(value) for name, value in zip(_STATS, values, strict=True)}
+        numbers: dict[str, Any] = dict(zip(_STATS, map(int, self._numbers[: len(_STATS)]), strict=True))
         return StoreStats(**{**numbers, "read_only": bool(numbers["read_only"])})
 
     @property
