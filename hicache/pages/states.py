@@ -1,17 +1,33 @@
-"""The life of a page on one tier: which states it has, and the verbs that change them.
+"""The life of a page on the host: which states it has, and the methods that change them.
 
-    (none) ── reserve ──> COPY or READ ── landed(ok) ──> HELD ── drop ──> (none)
-                               ├───────── landed(not ok) ───────────────> (none)
-                               └───────── disown, of READ ──────────────> (none)
+                   +─ COPY ──+─ landed ────> HELD ── drop ──> (none)
+    (none) ─ reserve         +─ abandon ───────────────────> (none)
+                   +─ READ ──+─ landed ────> HELD ── drop ──> (none)
+                             +─ abandon, disown ───────────> (none)
 
-    COPY      a copy from the tier above writes the page; requests treat it as held
-    READ      a read from a store writes the page, and may fail
-    HELD      the tier has the bytes of the page
-    RAW       the packed page did not fit one page of the pool, and takes two; with COPY or HELD
-    ABOVE     in an exclusive tier: the tier above has the page as well; alone if this tier lacks the page
+    COPY      a copy from the device writes the page; prefetches count on it and do not read the page from a store
+    READ      a read from a store writes the page; requests wait for its end, since the store may not have the page
+    HELD      the host has the bytes of the page
+    RAW       the compressed page exceeds one slot of the pool, so it is kept uncompressed in two; with COPY or HELD
+    ABOVE     the device has the page as well. Only in an exclusive tier, which then evicts its own copy first. With
+              one of the states above, or alone if the host has lost the page
 
-`TierPages` is the only writer of `state`, and of the places in the pool. Each verb takes rows, requires that all of
-them are in the states from which it starts, and updates the sums. docs/invariants.md draws the machine.
+A row of the page table names a page from the first state to the last, and `table` counts one reference for all states
+of a row together. From a commit to the disk and back, a page goes through these steps:
+
+    commit      the device has the page; on the host it has no state
+    backup      `reserve(rows, COPY)` gives the page a slot of the pool and a lock. The copy ends: `landed` releases
+                the lock
+    write       `begin_write` locks the page and sets the bit of the disk in `writing`. The disk answers: `written` sets
+                the bit in `stored` and releases the lock
+    eviction    `make_room` takes the page from the eviction order, and `drop` frees its slot. A page that was not
+                written is computed again. The host forgets what the disk has
+    lookup      a prefetch asks the disk for the key of the page, because memory has no record of it
+    read        `reserve(rows, READ)`, and the bit of the disk in `source`. The read ends and its bytes are verified:
+                `landed` and `mark_stored`, so that the page is not written to the disk again
+    load        `lock`, a copy to the device, `unlock`. `take_sources` counts the page as a hit of the disk
+
+`TierPages` is the only writer of `state`, and of the slots in the pool. docs/invariants.md has all transitions.
 """
 
 from __future__ import annotations
@@ -36,8 +52,8 @@ _STEP_PAGES, _STEP_SHARE = 64, 32
 
 
 def step_pages(num_pages: int) -> int:
-    """The number of pages that a host of `num_pages` exchanges with the device in one step, during which both have
-    them."""
+    """The number of pages that an exclusive host of `num_pages` loads in one step. During a step both the host and the
+    device have these pages, which is why a load is divided into steps."""
     return max(1, min(_STEP_PAGES, num_pages // _STEP_SHARE))
 
 
@@ -56,20 +72,23 @@ class Pool(Protocol):
 
 
 class TierPages(Columns):
-    """The pages of one component on one tier, by rows of `table`. Owned by the scheduler thread.
+    """The pages of one component (full attention, sliding windows or recurrent states) on the host, by rows of `table`.
+    Owned by the scheduler thread. The replay uses it for a device as well.
 
     `state`           see the module.
-    `place`           index of its page in the pool; `second_place`: of the second page of a raw one, else 0.
-    `stored`          bits of the stores that have it.
+    `place`           index of its slot in the pool, which never allocates slot 0.
+    `second_place`    index of the second slot of a RAW page, else 0.
+    `stored`          bits of the stores that have the page. Eviction clears them. A RAW page has all bits, because no
+                      store gets it.
     `writing`         bits of the stores to which a write is in flight.
-    `source`          bit of the store from which a read brought it, until a request uses it.
-    `expected_uses`   uses of a page in flight on the tier that it is copied from, or announced ones; at least 1.
+    `source`          bit of the store from which the page was read, until the first load counts it as a hit.
+    `expected_uses`   of a page in flight: how often its eviction policy shall count it once it has landed. At least 1
 
     `policy`, `is_linked`: of the eviction order. `on_evict`: called with rows before they are dropped.
 
-    Sums in pages of the pool: `num_in_flight`, `num_disowned`. Sums in rows: `num_held`; `num_raw` and `num_first_out`
-    of these, the latter if the tier above has them as well. `num_returned`: pages that this tier evicted while the tier
-    above had them, and that the tier above has evicted since, so that they have to be copied again.
+    Sums in slots of the pool: `num_in_flight`, `num_disowned` (of disowned reads). Sums in rows:
+    `num_held`, and of these `num_raw`, `num_raw_evictable` (unlocked) and `num_first_out` (with ABOVE).
+    `num_returned`: rows that lost ABOVE after the host had lost the page: no tier in memory has it now.
     """
 
     fields: ClassVar = {
@@ -138,36 +157,40 @@ class TierPages(Columns):
         return np.flatnonzero(self.state & HELD)
 
     def num_places(self, rows: Rows) -> int:
-        """The number of pages of the pool that these pages take."""
+        """The number of slots of the pool that these pages take."""
         return len(rows) + int(np.count_nonzero(self.second_place[rows]))
 
     def places(self, rows: Rows) -> list[int]:
-        """All pages of the pool that these pages take: the place of each row, then the second places."""
+        """All slots of the pool that these pages take: the place of each row, then the second places."""
         second = self.second_place[rows]
         found: list[int] = self.place[rows].tolist() + second[second > 0].tolist()
         return found
 
     @property
     def num_evictable(self) -> int:
-        """The number of pages of the pool whose pages are unlocked."""
+        """The number of slots of the pool that an eviction of all unlocked pages would free."""
         return self.order.num_evictable + self.num_raw_evictable
 
     @property
     def capacity(self) -> int:
-        """The number of pages of the pool that are free or evictable."""
+        """The number of slots of the pool that are free or evictable."""
         return self.pool.available() + self.num_evictable
 
     # Transfers
 
     def reserve(self, rows: Rows, state: int, *, hits: Counts | int = 1, priority: Counts | int = 0) -> Rows:
-        """Give places to pages that are in no state but ABOVE, and evict pages for them if necessary. Returns the first
-        rows, for which there are places, each locked once. The page before each row stays unless the tier above has
-        it. Rows without a place and without references are freed."""
+        """Begin a transfer: give slots to pages that the host lacks, and evict others for them if necessary.
+
+        `rows`: in no state, or only ABOVE. `state`: COPY or READ. `hits`, `priority`: what the policies count for each
+        page. Returns the rows that got a slot, the first ones, each with one lock, which `landed` or `abandon`
+        releases. The rows behind them get no state, and the table frees those that nothing else refers to. The page in
+        front of each row in its prompt is not evicted for it, unless the device has that page.
+        """
         states, num_free, taken = self.state[rows], self.pool.available(), rows[:0]
         assert not (states & (IN_FLIGHT | HELD)).any(), "it has a place already"
         before = self.table.previous[rows]
         before = before[self.state[before] & (HELD | ABOVE) == HELD]
-        self.table.hold(rows)  # evictions may free pages behind one of them; from now on the states need the rows
+        self.table.hold(rows)  # an eviction below may end the last use of a row; from now on the states refer to it
         try:
             if len(rows) > num_free:
                 before = np.unique(before)
@@ -188,22 +211,23 @@ class TierPages(Columns):
                 self.table.hits[taken] = hits if isinstance(hits, int) else hits[: len(taken)]
                 self.table.priority[taken] = priority if isinstance(priority, int) else priority[: len(taken)]
         finally:
-            states[len(taken) :] = ABOVE
-            if states.any():
-                self.table.drop(rows[states != 0])
+            has_reference = states != 0  # of ABOVE
+            has_reference[len(taken) :] = True  # gets no state
+            if has_reference.any():
+                self.table.drop(rows[has_reference])
         return taken
 
     def reserve_second(self, rows: Rows) -> Rows:
-        """Give second places to pages in flight that do not fit one, and evict pages for them if necessary. Returns the
-        first rows, for which there are places."""
+        """Give second slots to pages in flight that exceed one slot, and evict pages for them if necessary. Returns the
+        rows that got a slot, the first ones; the caller abandons the others."""
         taken = rows[: self.make_room(len(rows))]
         self.state[taken] |= RAW
         self.second_place[taken] = self._alloc(len(taken))
         return taken
 
     def landed(self, rows: Rows, ok: Mask | None = None) -> Rows:
-        """End the transfer of these pages, which brought those that are `ok`, by default all. Returns these; the rest
-        lose their places."""
+        """End the transfer of these pages, and release its locks. `ok`: which pages it brought, by default all. Returns
+        the rows of these; the others are abandoned."""
         came = rows if ok is None else rows[ok]
         if ok is not None and len(came) < len(rows):
             self.abandon(rows[~ok])
@@ -227,15 +251,15 @@ class TierPages(Columns):
         return came
 
     def abandon(self, rows: Rows) -> None:
-        """Free the places of pages in flight."""
+        """End the transfer of pages that it did not bring, and free their slots."""
         assert self.has(rows, IN_FLIGHT).all(), "it is not in flight"
         self.num_in_flight -= self.num_places(rows)
         self.pool.free(self.places(rows))
         self._end_flight(rows)
 
     def disown(self, rows: Rows) -> list[int]:
-        """Abandon a read that may end late or never. The rows lose their state. Returns their places, which stay
-        allocated until `free_disowned`."""
+        """End a read whose requests have ended, though it may still write. The rows lose READ. Returns their slots,
+        which stay allocated until `free_disowned`."""
         assert self.has(rows, READ).all(), "nothing reads it"
         places: list[int] = self.place[rows].tolist()
         self.num_in_flight -= len(rows)
@@ -244,21 +268,21 @@ class TierPages(Columns):
         return places
 
     def free_disowned(self, places: Sequence[int]) -> None:
-        """Free the places of a disowned read that has ended."""
+        """Free the slots of a disowned read that has ended."""
         self.num_disowned -= len(places)
         self.pool.free(places)
 
     # Eviction
 
     def drop(self, rows: Rows) -> None:
-        """Evict held pages without locks."""
+        """Evict these pages, which are held and unlocked."""
         if self._on_evict is not None:
             self._on_evict(rows)
         self.pool.free(self._drop(rows))
         self._end(rows)
 
     def discard(self, rows: Rows) -> None:
-        """Evict those of these pages that are held, unlocked and not expected."""
+        """Evict those of these pages that are held, that nothing locks, and that no queued request needs."""
         rows = rows[self.has(rows)]
         rows = rows[(self.order.locks[rows] == 0) & (self.order.expected[rows] == 0)]
         if len(rows):
@@ -272,7 +296,7 @@ class TierPages(Columns):
     # Locks and uses
 
     def lock(self, rows: Rows) -> None:
-        """Keep pages that are held or in flight until `unlock`."""
+        """Protect pages that are held or in flight from eviction until `unlock`. Locks are counted."""
         if self.num_raw:
             self.num_raw_evictable -= self._num_raw_unlocked(rows)
         self.order.lock(rows)
@@ -284,11 +308,11 @@ class TierPages(Columns):
             self.num_raw_evictable += self._num_raw_unlocked(rows)
 
     def use(self, rows: Rows) -> None:
-        """Record the end of a request that used these consecutive pages of its prompt, which the tier has."""
+        """Record that a request which used these held pages has ended. They are consecutive in its prompt."""
         self.order.use(rows)
 
     def expect(self, rows: Rows, change: int) -> None:
-        """Add `change` to the queued requests that will need these pages."""
+        """Add `change` to the number of queued requests that will need these pages."""
         if change > 0:
             self.table.hold(rows)
         self.order.expect(rows, change)
@@ -296,25 +320,27 @@ class TierPages(Columns):
             self.table.drop(rows)
 
     def expect_uses(self, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
-        """Announce `num_uses` uses of those of these pages that are held or in flight. Only the policy `auto` counts
-        them."""
+        """Announce `num_uses` uses of these pages. Pages that are neither held nor in flight are ignored. Only the
+        policy `auto` counts announced uses."""
         rows = rows[self.has(rows, HELD | IN_FLIGHT)]
         self.expected_uses[rows] = np.maximum(self.expected_uses[rows], num_uses)
         self._apply_expected_uses(rows[self.has(rows)])
 
     def end_session(self, rows: Rows) -> None:
-        """Evict those of these pages that are held or in flight first, and write them to no store: their session has
-        ended."""
+        """Record that the session of these pages has ended: they are evicted before all others, and no store gets
+        them. Pages that are neither held nor in flight are ignored."""
         self.order.end_session(rows[self.has(rows, HELD | IN_FLIGHT)])
 
     def keep_until(self, rows: Rows, until_s: float, limit: float) -> None:
-        """See `EvictionOrder.keep_until`; only pages that are held or in flight are kept."""
+        """Evict other pages before these until a time, see `EvictionOrder.keep_until`. Pages that are neither held nor
+        in flight are ignored. `limit`: the number of pages that are kept at most."""
         self.order.keep_until(rows[self.has(rows, HELD | IN_FLIGHT)], until_s, limit)
 
     # Pages of the tier above
 
     def came_above(self, rows: Rows) -> None:
-        """Record that the tier above has these consecutive pages of a prompt. This tier evicts its copies first."""
+        """Record that the device got these consecutive pages of a prompt, by a load or by computing them. The host
+        evicts its copies first."""
         rows = rows[self.has(rows, HELD | IN_FLIGHT)]
         if not len(rows):
             return
@@ -324,7 +350,7 @@ class TierPages(Columns):
         self.order.set_first_out(rows[self.has(rows)])
 
     def left_above(self, rows: Rows) -> None:
-        """Record that the tier above has lost these pages."""
+        """Record that the device has lost these pages."""
         rows = rows[self.has(rows, ABOVE)]
         if not len(rows):
             return
@@ -336,9 +362,13 @@ class TierPages(Columns):
         self._end(rows)
 
     def step_end(self, start: int, end: int, num_needed: int, num_free: int) -> int:
-        """The end of the next step of a load of pages [start, end). The request needs `num_needed` pages of the device,
-        which has `num_free`. The step is the complete load if host and device have capacity for all victims, else the
-        free pages or `step_pages`."""
+        """The end of the next step of a load of the pages [start, end) of a prompt, from an exclusive host.
+
+        The device evicts pages for the load, and the host has to take them. `num_needed`: pages that the request needs
+        on the device, which has `num_free` free ones. One step loads everything if the host can take all victims: into
+        free slots, or over pages that the device has as well. Otherwise a step fills the free pages of the device, and
+        has at least `step_pages` pages.
+        """
         if num_free + self.pool.available() + self.num_first_out >= num_needed:
             return end
         return min(end, start + max(num_free, step_pages(self.pool.num_pages)))
@@ -346,28 +376,29 @@ class TierPages(Columns):
     # Stores
 
     def lacking(self, rows: Rows, store_bit: int) -> Mask:
-        """Which of these held pages a store lacks and no write brings to it, except those of ended sessions."""
+        """Which of these pages are to be written to a store: held, neither stored nor being written there, and of a
+        session that has not ended."""
         known = (self.stored[rows] | self.writing[rows]) & store_bit
         is_held = self.state[rows] & HELD != 0
         lacking: Mask = is_held & (known == 0) & ~self.order.has_ended[rows]
         return lacking
 
     def begin_write(self, rows: Rows, store_bit: int) -> None:
-        """Begin to write held pages to a store, and lock them until `written`."""
+        """Begin to write these held pages to a store, and lock them until `written`."""
         assert (self.state[rows] & HELD).all()
         assert not (self.writing[rows] & store_bit).any()
         self.writing[rows] |= store_bit
         self.lock(rows)
 
     def written(self, rows: Rows, ok: Mask, store_bit: int) -> None:
-        """Record the answer of a store, which has stored those that are `ok`."""
+        """Record the answer of a store, and release the locks. `ok`: which pages it has stored."""
         assert (self.writing[rows] & store_bit).all(), "it was not on its way"
         self.writing[rows] &= ~np.uint8(store_bit)
         self.stored[rows[ok]] |= store_bit
         self.unlock(rows)
 
     def take_sources(self, rows: Rows, stores: Iterable[Store]) -> Counter[Store]:
-        """Count by store the pages of a load that reads brought. Each page counts only for the first request."""
+        """The number of pages of a load that were read from each store. A page is counted for its first load only."""
         sources = self.source[rows]
         if not sources.any():
             return Counter()
@@ -375,7 +406,7 @@ class TierPages(Columns):
         return Counter({store: int(np.count_nonzero(sources == store.bit)) for store in stores})
 
     def mark_stored(self, rows: Rows, store_bit: int | npt.NDArray[np.uint8]) -> None:
-        """Record that a store has these pages, or, for raw pages, that it will never get them."""
+        """Record that a store shall not get these pages: it has these, or they are RAW, which no store takes."""
         self.stored[rows] |= store_bit
 
     # Proof
@@ -437,7 +468,8 @@ class TierPages(Columns):
         return places
 
     def make_room(self, num_pages: int) -> int:
-        """Evict until `num_pages` pages of the pool are free or no page is evictable. Returns the free pages."""
+        """Evict until `num_pages` slots of the pool are free or no page is evictable. Returns the number of free
+        slots."""
         while (short := num_pages - self.pool.available()) > 0 and len(rows := self.order.take(short)):
             self.drop(rows)
         return self.pool.available()
@@ -457,7 +489,7 @@ class TierPages(Columns):
         return places
 
     def _end_flight(self, rows: Rows) -> None:
-        """End the flight of pages without a place."""
+        """Reset the columns of pages whose transfer did not bring them. Their slots stay allocated."""
         self.order.end_keeps(rows)
         self.order.locks[rows] -= 1
         self.state[rows] &= ABOVE
@@ -466,7 +498,7 @@ class TierPages(Columns):
         self._end(rows)
 
     def _end(self, rows: Rows) -> None:
-        """Drop the reference to rows whose last state ended."""
+        """Drop the reference of the states to those of these rows that are in no state now."""
         self.table.drop(rows[self.state[rows] == 0])
 
     def _num_raw_unlocked(self, rows: Rows) -> int:
