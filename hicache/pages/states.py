@@ -5,27 +5,28 @@
                    +─ READ ──+─ landed ────> HELD ── drop ──> (none)
                              +─ abandon, disown ───────────> (none)
 
-    COPY      a copy from the device writes the page; prefetches count on it and do not read the page from a store
-    READ      a read from a store writes the page; requests wait for its end, since the store may not have the page
+    COPY      a copy from the device writes the page; a prefetch does not read such a page from a store
+    READ      a read from a store writes the page; requests wait for its end, since a store may lose a page that it had
     HELD      the host has the bytes of the page
     RAW       the compressed page exceeds one slot of the pool, so it is kept uncompressed in two; with COPY or HELD
-    ABOVE     the device has the page as well. Only in an exclusive tier, which then evicts its own copy first. With
-              one of the states above, or alone if the host has lost the page
+    ABOVE     the device has the page as well, which an exclusive tier records of the pages that it has or gets. It
+              evicts these first. The bit stays if the host loses the page, until the device loses it too
 
 A row of the page table names a page from the first state to the last, and `table` counts one reference for all states
 of a row together. From a commit to the disk and back, a page goes through these steps:
 
     commit      the device has the page; on the host it has no state
-    backup      `reserve(rows, COPY)` gives the page a slot of the pool and a lock. The copy ends: `landed` releases
-                the lock
-    write       `begin_write` locks the page and sets the bit of the disk in `writing`. The disk answers: `written` sets
-                the bit in `stored` and releases the lock
+    backup      after the commit, or when the device evicts the page, as the write policy says: `reserve(rows, COPY)`
+                gives the page a slot of the pool and a lock. The copy ends: `landed` releases the lock
+    write       soon after the backup, within a budget: `begin_write` locks the page and sets the bit of the disk in
+                `writing`. The disk answers: `written` sets the bit in `stored` and releases the lock
     eviction    `make_room` takes the page from the eviction order, and `drop` frees its slot. A page that was not
                 written is computed again. The host forgets what the disk has
     lookup      a prefetch asks the disk for the key of the page, because memory has no record of it
-    read        `reserve(rows, READ)`, and the bit of the disk in `source`. The read ends and its bytes are verified:
-                `landed` and `mark_stored`, so that the page is not written to the disk again
-    load        `lock`, a copy to the device, `unlock`. `take_sources` counts the page as a hit of the disk
+    read        `reserve(rows, READ)`, and the prefetch sets the bit of the disk in `source`. The read ends and its
+                bytes are verified: `landed` and `mark_stored`, so that the page is not written to the disk again
+    load        at the request's admission: `take_sources` counts the page as a hit of the disk, `lock` protects it from
+                eviction, and `unlock` follows the copy to the device
 
 `TierPages` is the only writer of `state`, and of the slots in the pool. docs/invariants.md has all transitions.
 """
@@ -78,8 +79,8 @@ class TierPages(Columns):
     `state`           see the module.
     `place`           index of its slot in the pool, which never allocates slot 0.
     `second_place`    index of the second slot of a RAW page, else 0.
-    `stored`          bits of the stores that have the page. Eviction clears them. A RAW page has all bits, because no
-                      store gets it.
+    `stored`          bits of the stores that have the page. Eviction clears them. A RAW page gets the bit of a store
+                      that would be next, because no store takes it.
     `writing`         bits of the stores to which a write is in flight.
     `source`          bit of the store from which the page was read, until the first load counts it as a hit.
     `expected_uses`   of a page in flight: how often its eviction policy shall count it once it has landed. At least 1
