@@ -5,7 +5,7 @@
     prefill_s   computing         passes that the scheduler reports
 
 `LoadPolicy` decides for loads from the host, for prefetches and for the gates of plug-ins.
-docs/decisions/028-prefetch-that-pays.md gives the reasons, and the costs that the estimates leave out.
+docs/decisions/028-load-or-recompute.md gives the reasons, and the costs that the estimates leave out.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ its beginning meanwhile (an overlapped prefill):
     [missing[1], end)          on the host, waiting for the pages before them
 
 Computing and reading meet where the next page is on the host or is computed. A store that reads slowly, or stalls,
-leaves more pages to compute, and no request waits for it. docs/decisions/050-compute-and-load-at-once.md.
+leaves more pages to compute, and no request waits for it. docs/decisions/050-compute-while-pages-are-read.md.
 """
 
 from __future__ import annotations
