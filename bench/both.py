@@ -306,7 +306,7 @@ class _Both:
         chooses one of the two."""
         prefetcher = case.served.engine.inspect.prefetcher
         assert prefetcher is not None
-        prefetcher.overlap_is_wanted = overlaps
+        prefetcher.is_overlap_enabled = overlaps
         case.forget()
         case.store.fill(())
         scheduler = case.served.scheduler(max_pass_s=0.5, max_overtake_s=15.0)
@@ -372,5 +372,5 @@ def _prompts(lengths: Sequence[int], vocab: int) -> Iterator[Tokens]:
 
 def _met(served: Served) -> str:
     stats = served.engine.stats()
-    computed, loaded = stats["prefetch.beside_computed_tokens"], stats["prefetch.beside_loaded_tokens"]
+    computed, loaded = stats["prefetch.overlap_computed_tokens"], stats["prefetch.overlap_loaded_tokens"]
     return f"so far {computed:.0f} tokens computed beside and {loaded:.0f} loaded"

@@ -80,8 +80,8 @@ def _measure(report: Report, size: str, num_bytes: int, samples: int, device: to
     report.rate(f"copy.{size}", num_bytes, seconds["copy"])
     for name, variant in variants.items():
         variant.verify()
-        goal = variant.target if size != "2mib" or variant.target is None else 0.6
-        ceiling_seconds, goal = seconds["copy"], goal if on_cuda else None
+        case_target = variant.target if size != "2mib" or variant.target is None else 0.6
+        ceiling_seconds, case_target = seconds["copy"], case_target if on_cuda else None
         moved = variant.num_bytes
         report.rate(
             f"{name}.{size}",
@@ -89,7 +89,7 @@ def _measure(report: Report, size: str, num_bytes: int, samples: int, device: to
             seconds[name],
             ceiling_seconds=ceiling_seconds,
             ceiling_bytes=num_bytes,
-            target=goal,
+            target=case_target,
         )
 
 

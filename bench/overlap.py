@@ -253,8 +253,8 @@ class Overlap:
         note = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts)
         prefix, name = order.prefix, f"suffix{self.num_tokens}{order.ending}"
         together, without_waits = ([longer / run for run in runs] for runs in (self.together, self.without_waits))
-        goal = order.target if target else None
-        report.case(f"{prefix}{name}", together, "share", ceiling=1.0, target=goal, note=note)
+        case_target = order.target if target else None
+        report.case(f"{prefix}{name}", together, "share", ceiling=1.0, target=case_target, note=note)
         report.case(f"{prefix}hidden.{name}", self.hidden(self.together), "share")
         note = f"one wait for all layers: {percentile(self.control, 50) * 1e3:.2f} ms"
         report.case(f"{prefix}control.{name}", self.hidden(self.control), "share", better="lower", note=note)
@@ -269,8 +269,8 @@ def report_host_prefix(report: Report, overlaps: Sequence[Overlap], order: Order
     if o is None:
         return
     times = f"{o.num_tokens} new tokens, compute {o.compute / o.load:.2f} x transfer"
-    goal, note = HOST_PREFIX_TARGET if target else None, f"{times}; the ceiling is the resident forward"
-    report.time(order.host_prefix, o.together, "ms", ceiling_seconds=[o.compute], target=goal, note=note)
+    case_target, note = HOST_PREFIX_TARGET if target else None, f"{times}; the ceiling is the resident forward"
+    report.time(order.host_prefix, o.together, "ms", ceiling_seconds=[o.compute], target=case_target, note=note)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ from hicache.bench.common import BenchUnavailable
 from hicache.monitoring.loopback import opener_for
 from hicache.storage.mooncake_client import load_mooncake
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 BUCKET = "pages-of-hicache"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
 
@@ -96,12 +96,12 @@ def free_port() -> int:
 
 
 def started(
-    command: Sequence[str], answers: Callable[[Process], bool], patience_s: float = PATIENCE_S, **settings: Any
+    command: Sequence[str], answers: Callable[[Process], bool], timeout_s: float = TIMEOUT_S, **settings: Any
 ) -> Process:
     """Start a process and wait until it answers. BenchUnavailable if it ends, or does not answer in time."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **{**quiet, **settings})
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while not answers(process):
         if process.poll() is not None or time.monotonic() > deadline_s:
             end(process)
@@ -164,7 +164,7 @@ class S3Server(Server):
         return False
 
     def _request(
-        self, method: str, path: str, body: bytes | None = None, *, of: str = "s3", wait_s: float = PATIENCE_S
+        self, method: str, path: str, body: bytes | None = None, *, of: str = "s3", wait_s: float = TIMEOUT_S
     ) -> bytes:
         request = urllib.request.Request(f"http://127.0.0.1:{self._ports[of]}{path}", body, method=method)
         with opener_for(request.full_url).open(request, timeout=wait_s) as answer:

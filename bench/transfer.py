@@ -20,7 +20,7 @@ from hicache import ModelGeometry
 from hicache.bench.common import Report, interleave, raw_copies
 from hicache.bench.packed_sample import KvSample
 from hicache.build.factory import build_transfer
-from hicache.build.packing import packer_of, place_bytes
+from hicache.build.packing import packer_of, pool_page_bytes
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.config.engine import KvPacking
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
@@ -122,7 +122,7 @@ class TransferSetup:
             advanced=AdvancedConfig(staging_bytes=1 << 30),
         )
         packer = packer_of(config, FULL, self.pool.slot_spaces[0], layout.host_page)
-        page_bytes = self.pool.layout.page_bytes(layout.host_page) if packer is None else place_bytes(packer)
+        page_bytes = self.pool.layout.page_bytes(layout.host_page) if packer is None else pool_page_bytes(packer)
         self.host = HostPagePool(
             self.pool.layout,
             layout.host_page,

@@ -64,9 +64,9 @@ class TierPages:
         self.in_flight[key] = self.free.pop()
         return self.in_flight[key]
 
-    def landed(self, key: bytes) -> None:
+    def complete(self, key: bytes) -> None:
         """End the copy of a page: requests find it from now on.
-        `hicache/pages/states.py: TierPages.landed`"""
+        `hicache/pages/states.py: TierPages.complete`"""
         self.held[key] = self.in_flight.pop(key)
 
     def use(self, keys: list[bytes]) -> None:
@@ -166,7 +166,7 @@ class TinyEngine:
 
     def backup(self, node: TreeNode) -> None:
         """Copy the pages of the path to `node` that the host lacks.
-        `hicache/flow/copies.py: Copies.backup_wanted`"""
+        `hicache/flow/copies.py: Copies.backup_selected`"""
         path = node.path()[::-1]
         for at in path:
             if at.key not in self.pages.held and at.key not in self.pages.in_flight:
@@ -182,7 +182,7 @@ class TinyEngine:
         while self.copies:
             node, page = self.copies.popleft()
             self.host[page] = self.device[node.slots]
-            self.pages.landed(node.key)
+            self.pages.complete(node.key)
             node.lock(-1)
 
     def evictable(self) -> list[TreeNode]:

@@ -199,7 +199,7 @@ class CacheEngine:
         raise InvalidArgument(f"the engine has no {kind.__name__}; give it to build_engine as a component")
 
     @property
-    def takes_chunks(self) -> bool:
+    def allocates_by_chunk(self) -> bool:
         """Whether the scheduler should reserve slots chunk by chunk (`reserve_tokens`): with windows, which have few
         slots, and under `exclusive`, where taking slots requires copies."""
         return SWA in self._context.by_name or self._context.exclusive is not None
@@ -536,7 +536,7 @@ class CacheEngine:
         for writes in self._writes:
             writes.drain()
         timeout_s = self._context.config.advanced.disk_io_timeout_s
-        settle(self._movements, 2 * max(timeout_s, *(tier.patience_s for tier in self._stores), 0.0))
+        settle(self._movements, 2 * max(timeout_s, *(tier.timeout_s for tier in self._stores), 0.0))
         for writes in self._writes:
             writes.resume()
 

@@ -260,6 +260,6 @@ class ModelGeometry:
         """Global ids of the layers with a recurrent state."""
         return self._of_kind("recurrent", "hybrid")
 
-    def _of_kind(self, *wanted: LayerKind) -> tuple[int, ...]:
-        found = (layer for layer, kind in enumerate(self.kinds) if kind in wanted)
+    def _of_kind(self, *kinds: LayerKind) -> tuple[int, ...]:
+        found = (layer for layer, kind in enumerate(self.kinds) if kind in kinds)
         return tuple(layer for layer in found if not self.kv_sources or self.kv_sources[layer] == layer)

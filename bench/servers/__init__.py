@@ -212,8 +212,8 @@ class _Served:
             environment |= task.pop("environment", {})
             task |= {"workload": dataclasses.asdict(workload), "clients": setting.clients}
             task |= {"answer_tokens": self.args.answer_tokens, "limit_s": self.args.limit_s}
-            patience_s = _START_S + 2 * self.args.limit_s
-            served = run_program(self.server.__name__, name, task, environment, self.folder, patience_s)
+            timeout_s = _START_S + 2 * self.args.limit_s
+            served = run_program(self.server.__name__, name, task, environment, self.folder, timeout_s)
         if len(served["answers"]) < served["num_requests"]:
             answered = f"{len(served['answers'])} of {served['num_requests']} prompts"
             raise BenchUnavailable(f"answered {answered} in {served['makespan_s']:.0f} s; raise --limit-s")

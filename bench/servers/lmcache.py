@@ -48,7 +48,7 @@ def lmcache_server(cpu_gib: float, environment: Mapping[str, str], log: Path) ->
         process = started(
             command,
             lambda _: _answers(f"http://127.0.0.1:{http_port}/"),
-            patience_s=300.0,
+            timeout_s=300.0,
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},

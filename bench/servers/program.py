@@ -19,11 +19,11 @@ _USED = 0.7  # share of the disk's free space that our disk may use
 
 
 def run_program(
-    module: str, name: str, task: Mapping[str, Any], environment: Mapping[str, str], folder: Path, patience_s: float
+    module: str, name: str, task: Mapping[str, Any], environment: Mapping[str, str], folder: Path, timeout_s: float
 ) -> Any:
     """Run `python -m <module>` with a task as JSON on its standard input; returns the JSON of the task's file `result`.
 
-    BenchUnavailable if it wrote no result; then errors and the end of its log are printed. After `patience_s` it is
+    BenchUnavailable if it wrote no result; then errors and the end of its log are printed. After `timeout_s` it is
     killed, and a result that it wrote before counts.
     """
     result, log = folder / f"{name}.json", folder / f"{name}.log"
@@ -38,9 +38,9 @@ def run_program(
             start_new_session=True,
         )
         try:
-            process.communicate(json.dumps({**task, "result": str(result)}).encode(), timeout=patience_s)
+            process.communicate(json.dumps({**task, "result": str(result)}).encode(), timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            out.write(f"\nnot done after {patience_s:.0f} s".encode())
+            out.write(f"\nnot done after {timeout_s:.0f} s".encode())
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its workers too

@@ -15,7 +15,7 @@ from hicache.alloc import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from hicache.build.packing import packer_of, place_bytes
+from hicache.build.packing import packer_of, pool_page_bytes
 from hicache.build.sizing import host_shares, resolve
 from hicache.build.store_tiers import build_stores, given_stores
 from hicache.build.validation import device_named
@@ -105,7 +105,7 @@ def build_engine(
         return pages is not None and tree.names.of_component(name, tree.table.keys_of(node.rows[-1:]))[0] in pages
 
     others = [found for found in present.values() if found.name != FULL]
-    goes_below = config.has_host and (write_policy.at_eviction or write_policy.is_exclusive)
+    has_lower_tier = config.has_host and (write_policy.at_eviction or write_policy.is_exclusive)
     tree = RadixTree(
         page,
         hasher,
@@ -113,14 +113,14 @@ def build_engine(
         config.eviction_policy,
         events,
         is_below=is_on_host,
-        goes_below=goes_below,
+        has_lower_tier=has_lower_tier,
         below=links[FULL].pages,
     )
     parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
     _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
-    stores = build_stores(config, given, links, metrics, tells_removed=events is not None)
+    stores = build_stores(config, given, links, metrics, reports_removed=events is not None)
     with ExitStack() as opened:  # closes the stores if the engine cannot be built, so that none stays locked
         for tier in stores.values():
             opened.callback(tier.close)
@@ -262,7 +262,7 @@ def _links(
         }
         packers = {name: packer_of(config, name, spaces[name], tokens) for name, tokens in page_tokens.items()}
         page_bytes = {
-            name: spaces[name].layout.page_bytes(page_tokens[name]) if packer is None else place_bytes(packer)
+            name: spaces[name].layout.page_bytes(page_tokens[name]) if packer is None else pool_page_bytes(packer)
             for name, packer in packers.items()
         }
         shares = host_shares(config, page_bytes, config.host_states if MAMBA in spaces else None)

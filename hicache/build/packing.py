@@ -47,7 +47,7 @@ def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_toke
             raise ValueError(f"rows of its buffer {shared[0]} belong to several tokens")
         buffers = [space.layer_buffers(layer) for layer in layout.layers]
         packer = PagePacker(buffers, page_tokens, kernel_choice(space.device), pack_format)
-        if place_bytes(packer) > layout.page_bytes(page_tokens):
+        if pool_page_bytes(packer) > layout.page_bytes(page_tokens):
             raise ValueError(f"its pages of {layout.page_bytes(page_tokens)} bytes would get larger")
     except ValueError as error:
         if config.kv_packing == "auto":
@@ -59,7 +59,7 @@ def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_toke
     return packer
 
 
-def place_bytes(packer: PagePacker) -> int:
+def pool_page_bytes(packer: PagePacker) -> int:
     """Return the bytes of a packed host page, aligned."""
     return _aligned(packer.page_bytes)
 

@@ -57,16 +57,16 @@ def build_stores(
     links: Mapping[Component, HostLink],
     metrics: Metrics,
     *,
-    tells_removed: bool,
+    reports_removed: bool,
 ) -> dict[Store, StoreTier]:
     """Return the store tiers of an engine, in the order in which reads ask them. `given`: stores of the caller, who
-    closes them. `tells_removed`: replies to writes name the pages that the disk removed."""
+    closes them. `reports_removed`: replies to writes name the pages that the disk removed."""
     if config.disk is None and config.remote is None and not given:
         return {}
     pages, stores = _HostPages(config, links), dict[Store, StoreTier]()
     try:
         if config.disk is not None or DISK in given:
-            stores[DISK] = _disk(config, given.get(DISK), pages, tells_removed=tells_removed)
+            stores[DISK] = _disk(config, given.get(DISK), pages, reports_removed=reports_removed)
         if config.remote is not None or REMOTE in given:
             stores[REMOTE] = _remote(config, given.get(REMOTE), pages)
         for tier in stores.values():
@@ -93,12 +93,12 @@ def given_stores(config: EngineConfig, store: PageStore | None, remote: PageStor
     return given
 
 
-def _disk(config: EngineConfig, store: PageStore | None, pages: _HostPages, *, tells_removed: bool) -> StoreTier:
+def _disk(config: EngineConfig, store: PageStore | None, pages: _HostPages, *, reports_removed: bool) -> StoreTier:
     disk, settings = config.disk, _disk_settings(config, pages)
     if store is not None:
         return given_tier(store, settings)
     assert disk is not None
-    request = StoreRequest(disk.url, pages.identity, pages.formats, key_of(disk), tells_removed, settings)
+    request = StoreRequest(disk.url, pages.identity, pages.formats, key_of(disk), reports_removed, settings)
     job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // pages.largest_bytes))
     return open_tier(request, in_process=disk.transport == "inline", job_pages=job_pages)
 

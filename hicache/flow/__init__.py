@@ -1,1 +1,1 @@
-"""The movements of pages: one file each, all started and landed by the engine."""
+"""The movements of pages between tiers, one file each. The engine starts them and applies their results."""

@@ -1,4 +1,4 @@
-"""Admission: a request gets a pinned prefix, slots for the rest and a row, or nothing at all.
+"""Admission: a request gets a locked prefix, slots for its other tokens and a row of the request table, or nothing.
 
 Admission counts the capacity before it changes anything, so a refused request changes nothing, not even recency. Pages
 on the host are loaded unless recomputing them is estimated to cost all requests less time.
@@ -44,35 +44,35 @@ _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
     OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
     OutOfRows: ("out_of_rows", "no row of the request table is free"),
     OutOfStates: ("out_of_states", "too few recurrent states are free or evictable"),
-    TransferBusy: ("transfer_busy", "as many loads are in flight as may be"),
+    TransferBusy: ("transfer_busy", "the maximum number of loads is in flight"),
     PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
-    ExchangePending: ("exchange_pending", "what has to leave for it was on its way to the host"),
+    ExchangePending: ("exchange_pending", "evicted pages were being copied to the host"),
 }
 _REFUSED = "admissions refused for now"
 _HITS = {
     "device": "were on the device",
     "host": "were loaded from the host",
-    "disk": "a prefetch had brought from the disk",
-    "remote": "a prefetch had brought from the remote tier",
+    "disk": "a prefetch had read from the disk",
+    "remote": "a prefetch had read from the remote store",
 }
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """Pages that a queued request will use, by component: of the device, and of the host."""
+    """Pages on the device and on the host that a queued request will use, by component."""
 
     on_device: Expectation
     rows: Mapping[Component, Rows]
 
     def is_for(self, on_device: Expectation, rows: Mapping[Component, Rows]) -> bool:
-        """Whether it is for the same."""
+        """Whether both expectations are equal."""
         pairs = [(self.on_device, on_device), (self.rows, rows)]
         return all(np.array_equal(before[name], now[name]) for before, now in pairs for name in now)
 
 
 class Admit:
-    """Makes and grows leases. Owned by the scheduler thread. `staged`: None if the host may hold what the device
-    has."""
+    """Makes and extends leases. Owned by the scheduler thread. `staged`: None unless the write policy is
+    `exclusive`."""
 
     def __init__(self, context: EngineContext, prompts: Prompts, copies: Copies) -> None:
         self._context, self._prompts, self._copies = context, prompts, copies
@@ -82,13 +82,15 @@ class Admit:
 
     def _register(self, metrics: Metrics) -> None:
         count = metrics.counter
-        self._requests = count("admit.requests", "prompts admitted, each once")
+        self._requests = count("admit.requests", "prompts admitted; a preempted request counts once")
         self._uncounted = count(
             "admit.uncounted_requests",
-            "admissions of no new prompt: again after a preemption, further answers, warm-up",
+            "admissions that are no new prompt: after a preemption, further answers, warm-up",
         )
-        self._uncounted_hits = count("admit.uncounted_hit_tokens", "tokens that these found cached, which are no hits")
-        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
+        self._uncounted_hits = count(
+            "admit.uncounted_hit_tokens", "cached tokens of uncounted requests, which are no hits"
+        )
+        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts, hit or computed")
         self._hits = [
             count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
             for tier, how in _HITS.items()
@@ -113,7 +115,8 @@ class Admit:
         return self._expectations
 
     def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
-        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed."""
+        """See `CacheEngine.acquire`. `num_delayed`: the number of other requests that wait while this request is
+        computed."""
         while True:
             try:
                 return self._acquire(request, num_delayed)
@@ -122,10 +125,10 @@ class Admit:
                     raise
                 self.staged.advance()
             except ResourceExhausted:
-                # Apply the copies that have ended, and take the capacity that is ready for another request.
-                has_landed = self._copies.poll()
+                # Apply copies that have ended; then use the capacity that was reserved for another request.
+                has_ended_copy = self._copies.poll()
                 has_ended = self.staged is not None and self.staged.end_ready(request.request_id)
-                if not (has_landed or has_ended):
+                if not (has_ended_copy or has_ended):
                     raise
 
     def _acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
@@ -162,7 +165,7 @@ class Admit:
                     raise OutOfRows(context.config.max_requests)
                 lease.tree_len = lease.held_len = admission.device_len
                 lease.hit = self._fill(lease, admission, located, to_load, held)
-            self._copies.backup_wanted(lease.node)
+            self._copies.backup_selected(lease.node)
             self._copies.count_decision(estimate)
             lease.declines_load = estimate is not None and not estimate.is_worth_loading()
             self._count_admitted(lease)
@@ -186,7 +189,7 @@ class Admit:
             to_load = self._copies.hold(admission, located, held)
             num_own = lease.held_len - lease.tree_len
             for component in self._context.components:
-                if not self._make_room_for(component, component.needed_to_join(admission, num_own)):
+                if not self._free_slots_for(component, component.needed_to_join(admission, num_own)):
                     return Hit()
             full.release(lease)
             tree.unlock(lease.node)
@@ -197,12 +200,13 @@ class Admit:
             hit = self._fill(lease, admission, located, to_load, held, before, num_tokens)
             undo.pop_all()
         lease.hit += hit
-        self._copies.backup_wanted(lease.node)
+        self._copies.backup_selected(lease.node)
         self._count_hit(lease, hit)
         return hit
 
     def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
-        """Tokens of a prompt that the device would serve, and memory; and where its pages are, with a host tier."""
+        """Return the number of prompt tokens that the device can serve, the number that device and host can serve
+        together, and, with a host tier, the locations of the pages."""
         context, tree = self._context, self._context.tree
         match, located = tree.match(tokens, namespace), None
         usable = tree.usable_len(match)
@@ -219,12 +223,12 @@ class Admit:
     def expect(self, request_id: str, tokens: Tokens, namespace: str) -> int:
         """See `CacheEngine.expect`."""
         context, tree = self._context, self._context.tree
-        whole = tokens[: self._max_cached(len(tokens))]
-        match, rows = tree.match(whole, namespace), dict[Component, Rows]()
+        cacheable = tokens[: self._max_cached(len(tokens))]
+        match, rows = tree.match(cacheable, namespace), dict[Component, Rows]()
         usable = on_device = tree.usable_len(match)
         with ExitStack() as named:
             if context.has_host:
-                located = Located(context, self._prompts.of(whole, namespace, match, request_id), match)
+                located = Located(context, self._prompts.of(cacheable, namespace, match, request_id), match)
                 end = located.last_end(located.host_end, 0, located.in_memory)
                 usable = end * tree.page_size
                 for component in context.components:
@@ -240,7 +244,7 @@ class Admit:
         return usable
 
     def forget(self, request_id: str) -> None:
-        """The request is queued no more."""
+        """End the expectation of a request that is no longer queued."""
         self._end_expectation(request_id)
         if self.staged is not None:
             self.staged.end(request_id)
@@ -256,11 +260,11 @@ class Admit:
             self._context.by_name[name].pages.expect(of_component, change)
 
     def evict_ahead(self, leases: Mapping[str, Lease]) -> bool:
-        """Evict for the next slots of `leases` and queued requests, if they would have to wait for copies then. Returns
-        whether a request that is to be admitted loads in steps."""
+        """Evict pages before `leases` and queued requests need their slots, if they would otherwise wait for copies.
+        Returns whether a load in steps is in progress."""
         assert self.staged is not None
         self.staged.evict_ahead(leases, has_queued=len(self._expectations) > 0)
-        return self.staged.is_under_way
+        return self.staged.is_in_progress
 
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""
@@ -270,14 +274,14 @@ class Admit:
         if lease.length + num_tokens > lease.held_len:
             need = context.full.in_pages(lease.length + num_tokens - lease.held_len)
             for component in context.components:
-                if not self._make_room_for(component, component.size_of(need)):
+                if not self._free_slots_for(component, component.size_of(need)):
                     raise self._shortage(component, need)
             self._take_slots(lease, need)
         start, lease.length = lease.length, lease.length + num_tokens
         return lease.slots_of(start, lease.length)
 
-    def _make_room_for(self, component: CacheComponent, size: int) -> bool:
-        """For a request that runs, to which one that is to be admitted gives way."""
+    def _free_slots_for(self, component: CacheComponent, size: int) -> bool:
+        """Free slots for a running request. If necessary, end the staged load of a request that is not admitted yet."""
         if self._copies.make_available(component, size):
             return True
         if self.staged is None or not self.staged.end():
@@ -285,18 +289,18 @@ class Admit:
         return self._copies.make_available(component, size)
 
     def _count(self, request: CacheRequest, num_delayed: int) -> tuple[Admission, Located | None, LoadEstimate | None]:
-        """The admission that the request would get; with a host tier, where its pages are, and the estimate of a
-        load."""
+        """Return the admission that the request would get and, with a host tier, the locations of its pages and the
+        estimate of its load."""
         context, tree, num_tokens = self._context, self._context.tree, len(request.tokens)
         reserve, limit = request.reserve_tokens, num_tokens
         if request.max_cached_tokens is not None:
             limit = min(num_tokens, request.max_cached_tokens + 1)
-        whole = request.tokens[: self._max_cached(limit)]
-        match = tree.match(whole, request.namespace)
+        cacheable = request.tokens[: self._max_cached(limit)]
+        match = tree.match(cacheable, request.namespace)
         length, located, to_load = tree.usable_len(match), None, dict[Component, Sequence[int]]()
         estimate = None
         if context.has_host:
-            prompt = self._prompts.of(whole, request.namespace, match, request.request_id)
+            prompt = self._prompts.of(cacheable, request.namespace, match, request.request_id)
             located = Located(context, prompt, match)
             length, to_load, estimate = self._with_host(located, length, num_delayed)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
@@ -308,13 +312,15 @@ class Admit:
     def _with_host(
         self, located: Located, resident: int, num_delayed: int
     ) -> tuple[int, dict[Component, Sequence[int]], LoadEstimate | None]:
-        """The length of the prefix, at least `resident` tokens; the pages to be loaded for it; and the estimate of that
-        load. Every component can use the prefix. A prefix that is not worth its load is not loaded."""
+        """Return the length of the usable prefix (at least `resident` tokens), the pages to load for it, and the
+        estimate of this load. All components can use the prefix. Pages whose load is not worthwhile are left out."""
         page, estimate = self._context.tree.page_size, None
         end = located.last_end(located.host_end, resident // page, located.in_memory)
         for component in self._context.components:
-            if component.leaving and located.coming_end(end) > end:
-                raise ExchangePending("pages of this prompt are on their way to the host: poll() until they are there")
+            if component.evicting and located.arriving_end(end) > end:
+                raise ExchangePending(
+                    "pages of this prompt are being copied to the host: poll() until the copies have ended"
+                )
         if end * page > resident:
             to_load, num_bytes = self._to_load(located, end)
             estimate = self._copies.estimate(num_bytes, resident, end * page, num_delayed)
@@ -323,7 +329,8 @@ class Admit:
         return resident, self._to_load(located, resident // page)[0], estimate
 
     def _to_load(self, located: Located, end: int) -> tuple[dict[Component, Sequence[int]], int]:
-        """The pages that a prefix of `end` pages lacks on the device, by component, and their bytes on the host."""
+        """Return the pages of a prefix of `end` pages that the device lacks, by component, and their bytes on the
+        host."""
         to_load, num_bytes = dict[Component, Sequence[int]](), 0
         for component in self._context.components:
             to_load[component.name] = pages = component.pages_to_load(end, located)
@@ -331,7 +338,8 @@ class Admit:
         return to_load, num_bytes
 
     def _max_cached(self, num_tokens: int) -> int:
-        """Whole pages of a prompt, less its last token, which is always computed: the caller wants its logits."""
+        """Return the tokens in complete pages of a prompt without its last token, which is computed because the caller
+        needs its logits."""
         page_size = self._context.tree.page_size
         return (num_tokens - 1) // page_size * page_size
 
@@ -339,7 +347,7 @@ class Admit:
         return component.shortage(needed, self._copies.num_in_flight(component.name))
 
     def _take_slots(self, lease: Lease, num_slots: int, num_loaded: int = 0) -> torch.Tensor:
-        """Take `num_slots` slots behind the slots of the lease. A load will write to the first `num_loaded`."""
+        """Append `num_slots` slots to the lease. A load will write to the first `num_loaded` of them."""
         slots = self._context.full.alloc(num_slots)
         with ExitStack() as undo:
             undo.callback(self._context.full.free, slots)
@@ -362,10 +370,10 @@ class Admit:
         start: int = 0,
         num_computed: int = 0,
     ) -> Hit:
-        """Give the lease the slots behind its node, and submit the load of the pages `to_load` to the first ones.
+        """Append slots to the lease, and submit the load of the pages `to_load` to the first of them.
 
-        The load takes over the host locks that `held` would end. `start`: tokens whose slots the row has.
-        Returns the tokens behind the first `num_computed` that need no computing."""
+        The load takes over the host locks of `held`. `start`: the number of tokens whose slots are in the row already.
+        Returns the tokens after the first `num_computed` that need no computing."""
         tree, full, page = self._context.tree, self._context.full, self._context.tree.page_size
         lease.length, lease.cached_len = admission.end, admission.length
         full_len = admission.match.full_len if located is None else located.host_end * page
@@ -398,7 +406,7 @@ class Admit:
         return Hit(max(0, device_len - num_computed), num_loaded - disk - remote, disk, remote)
 
     def _lock_alone(self, lease: Lease, length: int) -> None:
-        """Lock the prefix of a lease as it is, and no longer as the beginning of one of `length` tokens."""
+        """Lock the present prefix of a lease, instead of a prefix of `length` tokens."""
         ahead = length - lease.node.depth_tokens
         self._context.tree.lock(lease.node)
         self._context.tree.unlock(lease.node, ahead)

@@ -1,4 +1,4 @@
-"""Commit: the tree gets the pages that a request computed. Release: a request ends, and its hints begin to count.
+"""Commit: the tree gets the pages that a request computed. Release: a request ends, and its hints take effect.
 
 The tree gets the slots of complete pages in chunks. If another request committed a page first, its slots are used, and
 the slots of this request are freed. A value that belongs to exactly the computed tokens, like a recurrent state, is
@@ -30,7 +30,7 @@ from hicache.tiers import FULL, SWA, Component
 class Commit:
     """Commits and ends leases. Owned by the scheduler thread.
 
-    `has_hints`: whether a request has ended whose next turn was expected by a deadline."""
+    `has_hints`: whether any request that ended announced the time of its next turn."""
 
     def __init__(self, context: EngineContext, copies: Copies, writes: Sequence[Writes]) -> None:
         self._context, self._copies, self._writes = context, copies, tuple(writes)
@@ -69,9 +69,9 @@ class Commit:
         """See `CacheEngine.release`."""
         tree = self._context.tree
         rows = tree.path_rows(lease.node)
-        tree.table.hold(rows)  # after a failed load only the lock of the lease keeps them
+        tree.table.hold(rows)  # after a failed load, only the lock of the lease keeps these rows
         lease.released = True
-        with ExitStack() as steps:  # all of them, the last first, whatever raises
+        with ExitStack() as steps:  # runs all callbacks, the last first, even if one raises
             steps.callback(tree.table.drop, rows)
             steps.callback(self._copies.free, lease)
             steps.callback(self._use_below, lease, continues=continues)
@@ -79,7 +79,8 @@ class Commit:
             steps.callback(tree.touch, lease.node)
 
     def _use_below(self, lease: Lease, *, continues: bool) -> None:
-        """Count the prefix of a lease as used on the host, and in stores the part of it that may be used again."""
+        """Count the prefix of a lease as used on the host, and the part of it that may be used again as used in the
+        stores."""
         context, tree = self._context, self._context.tree
         rows = tree.required(tree.path_rows(lease.node), lease.node.depth_tokens)
         with_host = context.components if context.has_host else ()
@@ -97,10 +98,10 @@ class Commit:
                 writes.used(keys)
 
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
-        """The components with capacity for the value that they donate with the first `length` tokens. None: nothing is
-        to be shared."""
+        """Return the components that donate a value with the first `length` tokens. None: a component has no capacity
+        for its value, so the tree gets nothing."""
         donors: list[CacheComponent] = []
-        for component in self._context.components[1:]:  # full pages have no such value
+        for component in self._context.components[1:]:  # full attention donates no value
             need = component.needed_to_donate(lease, length)
             if not need or self._copies.make_available(component, need):
                 donors.append(component)
@@ -111,8 +112,8 @@ class Commit:
         return donors
 
     def _insert(self, lease: Lease, tokens: Tokens, end: int, donors: Sequence[CacheComponent]) -> None:
-        """Give positions [tree_len, end) to the tree, with the values that belong to their end: all of it, or nothing
-        where anything raises.
+        """Insert positions [tree_len, end) into the tree, with the values that belong to their end. If an error is
+        raised, nothing was inserted.
 
         [tree_len, tree_len + len(existing))   the tree's slots replace the lease's, which are freed
         [.., tree_len + accepted_len)          the lease's slots become the tree's
@@ -153,22 +154,23 @@ class Commit:
         if lease.priority:
             tree.raise_priority(inserted.node, lease.priority)
         if context.exclusive is not None:
-            context.exclusive.came_above(inserted.gained)  # was computed though the host had it
+            context.exclusive.came_above(inserted.gained)  # pages that were computed although the host has them
         if not lease.request.session_end:
-            self._copies.backup_wanted(inserted.node, len(inserted.gained))
+            self._copies.backup_selected(inserted.node, len(inserted.gained))
 
     # Hints
 
     def expire_hints(self) -> None:
-        """End the deadlines of prompts up to now."""
+        """End the deadlines that have passed."""
         now_s = self._context.clock()
         self._context.tree.expire(now_s)
         for component in self._context.components if self._context.has_host else ():
             component.pages.order.expire(now_s)
 
     def _enter_hints(self, lease: Lease, on_host: Mapping[Component, Rows]) -> int:
-        """Apply the hints of a request that ends, after it has unlocked and used its prompt. `on_host`: the host's rows
-        of the prompt, empty without a host. Returns how many pages of the prompt may be used again."""
+        """Apply the hints of a request that ends. Its prompt was unlocked and counted as used before. `on_host`: the
+        rows of the prompt on the host, empty without a host tier. Returns the number of prompt pages that may be used
+        again."""
         num_pages = lease.node.depth_tokens // self._context.tree.page_size
         if lease.request.session_end:
             return num_pages - self._end_session(lease)
@@ -181,7 +183,7 @@ class Commit:
         return num_pages
 
     def _end_session(self, lease: Lease) -> int:
-        """Returns how many pages at the end of the prompt are the session's alone."""
+        """Return the number of pages at the end of the prompt that no other prompt shares."""
         context, tree = self._context, self._context.tree
         rows = tree.alone_rows(lease.node, max(lease.request.branch_points, default=0))
         tree.end_session(rows)
@@ -199,7 +201,7 @@ class Commit:
 
 
 def _require_sequence(lease: Lease, tokens: Tokens) -> None:
-    """InvalidTokens where a token has no slot yet, TokensMismatch where one is not the lease's."""
+    """Raise InvalidTokens if a token has no slot yet, and TokensMismatch if a token differs from those of the lease."""
     if len(tokens) > lease.length:
         raise InvalidTokens(
             f"{lease.request_id}: {len(tokens)} tokens were committed, the lease has slots for {lease.length}; "

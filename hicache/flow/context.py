@@ -24,9 +24,9 @@ from hicache.tiers import DISK, FULL, Component, Store, joined
 
 @dataclass(frozen=True)
 class EngineContext(EngineParts):
-    """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
-    them. `watch`: of full pages on the host. `page_uses`: of pages that the disk has or may get. `clock`: seconds, by
-    which next turns are awaited, and writes have their budget."""
+    """`components`: those of the model, FULL first. `stores`: the tiers below the host, in the order of lookups.
+    `watch`: records full pages that the host gets and evicts. `page_uses`: uses of pages that the disk has or may get.
+    `clock`: returns seconds, for deadlines and write budgets."""
 
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
@@ -47,7 +47,7 @@ class EngineContext(EngineParts):
 
     @cached_property
     def ending(self) -> CacheComponent:
-        """The component that decides at which tokens nodes may end."""
+        """The component that determines at which tokens nodes may end."""
         return next((component for component in self.components if component.tree_component.ends_matches), self.full)
 
     @property
@@ -60,25 +60,25 @@ class EngineContext(EngineParts):
 
     @cached_property
     def exclusive(self) -> TierPages | None:
-        """The full pages of the host, if it is to know which of them the device has as well."""
+        """The full pages of the host under `exclusive`, else None."""
         return self.full.pages if self.has_host and self.full.pages.is_exclusive else None
 
     def evict(self, rows: Rows, name: Component) -> list[Released]:
-        """Evict unlocked pages of a component from the device, with their windows and states if their slots leave;
-        returns the values to be freed."""
+        """Evict unlocked pages of a component from the device; full pages are evicted with their windows and states.
+        Returns the values to be freed."""
         if name == FULL and self.exclusive is not None:
             self.exclusive.left_above(rows)
         return self.tree.evict(rows, name)
 
     def free(self, released: Sequence[Released]) -> None:
-        """Free what left the tree."""
-        with ExitStack() as steps:  # all of them, whatever raises
+        """Free values that were removed from the tree."""
+        with ExitStack() as steps:  # frees all values, even if one call raises
             for name, value in values_of(released).items():
                 steps.callback(self.by_name[name].free, value)
 
 
 def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
-    """The values that left the tree, by component."""
+    """Join the values that were removed from the tree, by component."""
     values: dict[Component, list[torch.Tensor]] = {}
     for item in released:
         values.setdefault(item.component, []).append(item.value)

@@ -1,17 +1,16 @@
 """Copies between device and host, and capacity on the device.
 
-A `Backup` copies pages of the device to the host: pages that the write policy wants there, or pages that leave the
-device. A `Load` copies pages of the host to slots of the device, layer by layer, while the forward pass that needs them
-runs.
+A `Backup` copies pages from the device to the host: pages that the write policy selects, or pages that are evicted. A
+`Load` copies pages from the host to slots of the device, layer by layer, while the forward pass that needs them runs.
 
-Both lock what they read, and take what they write to, before they are submitted. `Copies.poll` applies those that have
-ended, in the order of their submission. The pages of a backup are published only then; a failed one gives its host
-pages back. Matches see the nodes of a load at once, and whoever uses them waits for its layers by the load id; the
-nodes of a load that fails leave the tree.
+Before a copy is submitted, its source pages are locked and its target pages allocated. `Copies.poll` applies ended
+copies in the order of submission. The pages of a backup are published at its end; a failed backup frees its host pages.
+Matches find the nodes of a load at once, and requests that use them wait for each layer by the load id. If a load
+fails, its nodes are removed from the tree.
 
-If the device lacks capacity, the least valuable pages leave. Under a write policy that copies at eviction, those that
-the host lacks are backed up together first, and their slots are free when that copy has ended
-(`CacheComponent.leaving`)."""
+If the device lacks capacity, the pages of the lowest rank are evicted. Under a write policy that copies at eviction,
+victims that the host lacks are backed up together, and their slots are free when this copy has ended
+(`CacheComponent.evicting`)."""
 
 from __future__ import annotations
 
@@ -48,11 +47,11 @@ log = logging.getLogger(__name__)
 
 
 class Unsaved(NamedTuple):
-    """Consecutive pages of a prompt that `component` has on the device, and of which the host lacks some.
+    """Consecutive pages of a prompt that are on the device; the host lacks some of them.
 
-    `rows`: of the tree. `value`: their slots or states. `needs_full`: the host can use a window or state only if it has
-    its full page, or gets it; False: the full page is elsewhere. `event_pages`: what events tell of full pages. `uses`:
-    how requests used them, see `TierPages`."""
+    `rows`: rows of the tree. `value`: their slots or states. `needs_full`: whether the host can use the windows or
+    states only with their full pages; False if the full pages are elsewhere. `event_pages`: the pages as events report
+    them. `uses`: uses of the pages, see `TierPages`."""
 
     component: CacheComponent
     rows: Rows
@@ -68,12 +67,12 @@ class Unsaved(NamedTuple):
 
     @property
     def keys(self) -> list[bytes]:
-        """Under which the host and the stores know the pages."""
+        """The page keys, by which the host and the stores find the pages."""
         tree = self.component.tree
         return tree.names.of_component(self.component.name, tree.table.keys_of(self.rows))
 
     def part(self, start: int, end: int) -> Unsaved:
-        """Pages [start, end)."""
+        """Return pages [start, end)."""
         size = self.component.page_size
         return self._replace(
             rows=self.rows[start:end],
@@ -85,7 +84,7 @@ class Unsaved(NamedTuple):
 
 class _BackupPages(NamedTuple):
     """The pages of one component in a backup: host rows in the order of their slots. `full_rows`: the full pages that
-    the host must have for windows or states; `NO_ROW` if they are elsewhere."""
+    windows or states need on the host; `NO_ROW` if the full pages are elsewhere."""
 
     rows: Rows
     slots: torch.Tensor
@@ -93,8 +92,8 @@ class _BackupPages(NamedTuple):
 
 
 class Backup(Copy):
-    """A copy from device to host: `pages` by component. `locked`: rows of the tree that it has locked. `named`: rows of
-    full pages that keep their numbers until it ends. `end`: behind the index of the last copied page in its prompt."""
+    """A copy from device to host: `pages` by component. `locked`: rows of the tree that it locks. `named`: rows of full
+    pages that keep their numbers until it ends. `end`: the index after the last copied page of its prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class Copies(Movement):
         self._context, self._policy, self._writes = context, policy, tuple(writes)
         self._backups, self._loads = deque[Backup](), deque[Load]()
         self._backs_up_evicted = context.has_host and context.write_policy.at_eviction
-        # Pages that were skipped, the last at the end; and how many of all components the device may hold.
+        # Keys of pages that were skipped, the latest last; and the most pages that the device can have.
         self._counted: dict[bytes, None] = {}
         self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
         self._exposed_s = 0.0
@@ -126,12 +125,14 @@ class Copies(Movement):
         self._failed_backups = count(
             "backup.failures", "copies to the host that failed; their pages stayed on the device"
         )
-        self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no page to give")
+        self._skipped = count(
+            "backup.skipped_tokens", "tokens not backed up because no host page was free or evictable"
+        )
         self._skipped_components = count(
-            "backup.skipped_pages", "pages of windows and states that were not backed up for that reason"
+            "backup.skipped_pages", "pages of windows and states not backed up for the same reason"
         )
         self._backup_exposed = metrics.histogram(
-            "backup.exposed_seconds", "what a call stood still for a copy of what leaves; 0: it ended beside others"
+            "backup.exposed_seconds", "time for which a call waited for a copy of evicted pages; 0: it did not wait"
         )
 
     def _register_loads(self) -> None:
@@ -139,21 +140,23 @@ class Copies(Movement):
         help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
         self._loaded_bytes, self._load_seconds = metrics.movement("restore", help, "time that load took", **labels)
         self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
-        self._load_exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
+        self._load_exposed_s = count("restore.exposed_seconds", "of that, the time for which forward passes waited")
         self._failed_loads = count("restore.failures", "loads that failed; their pages stayed on the host")
-        metrics.gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
+        metrics.gauge(
+            "restore.hidden_ratio", "share of timed_seconds that overlapped with computing", self._hidden_ratio
+        )
 
-    # As a movement
+    # The interface of a movement
 
     def poll(self) -> bool:
-        has_landed = False
+        has_ended = False
         while self._backups and self._backups[0].done():
             self._end_backup()
-            has_landed = True
+            has_ended = True
         while self._loads and self._loads[0].done():
             self._end_load()
-            has_landed = True
-        return has_landed
+            has_ended = True
+        return has_ended
 
     def is_busy(self) -> bool:
         return bool(self._backups or self._loads)
@@ -172,30 +175,30 @@ class Copies(Movement):
         yield from (load.pages[component].rows for load in self._loads if component in load.pages)
 
     def num_in_flight(self, component: Component) -> int:
-        """Tokens or states of a component in copies that have not been applied."""
+        """Return the tokens or states of a component in copies that have not been applied."""
         num_backed_up = sum(len(backup.pages[component].slots) for backup in self._backups if component in backup.pages)
         num_loaded = sum(len(load.pages[component].rows) for load in self._loads if component in load.pages)
         return num_backed_up + num_loaded * self._context.by_name[component].page_size
 
     # Device to host
 
-    def backup_wanted(self, node: TreeNode, num_new: int = 0) -> None:
-        """Copy the pages of the path to `node` that the write policy wants on the host, together, as far as other pages
-        may leave for them. The last `num_new` pages are new on the device."""
+    def backup_selected(self, node: TreeNode, num_new: int = 0) -> None:
+        """Back up the pages of the path to `node` that the write policy selects, in one copy, as far as the host has
+        free or evictable pages. The last `num_new` pages are new on the device."""
         if node.parent is None or not self._context.has_host:
             return
-        tree, wants = self._context.tree, self._context.write_policy.wants
+        tree, selects = self._context.tree, self._context.write_policy.selects
         table, path = tree.table, tree.path_rows(node)
         start = self._first_absent(path, num_new)
-        end = start + first_gap(wants(table, path[start:]))
-        if start == len(path) and len(self._context.components) > 1 and wants(table, node.rows).all():
-            start -= len(node.rows)  # its full pages were copied before
+        end = start + first_gap(selects(table, path[start:]))
+        if start == len(path) and len(self._context.components) > 1 and selects(table, node.rows).all():
+            start -= len(node.rows)  # its full pages were copied before; its windows or states may be missing
         if end > start:
             self._submit_backup(self.unsaved(path[start:end]), path[:end], start)
 
     def backup_path(self, node: TreeNode) -> None:
-        """Copy the path to `node` now, whatever the policy wants, and wait, so that its slots may be taken. A policy
-        that copies at eviction does so then."""
+        """Back up the path to `node` under any policy, and wait, so that its slots may be reused. Does nothing under a
+        policy that copies at eviction."""
         if node.parent is None or not self._context.has_host or self._backs_up_evicted:
             return
         path = self._context.tree.path_rows(node)
@@ -205,10 +208,9 @@ class Copies(Movement):
         self.end_backups()
 
     def backup_evicted(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
-        """Copy pages that leave the device. `unsaved`: as nodes left, those that others follow behind these. If the
-        host lacks capacity for all, those that left last are copied, and of these the beginning. `released`: their
-        values, which leave the list if they are freed when the backup has ended; they stay in it if nothing is
-        copied."""
+        """Back up evicted pages. `unsaved`: in the order of eviction, so pages come after the pages that follow them.
+        If the host lacks capacity, the pages evicted last are copied. `released`: the values of the pages. The list is
+        emptied if the end of the backup frees them, and stays as it is if nothing is copied."""
         self._submit_backup(unsaved[::-1], NO_ROWS, 0, released)
 
     def end_backups(self) -> None:
@@ -218,9 +220,9 @@ class Copies(Movement):
             self._end_backup()
 
     def unsaved(self, rows: Rows, only: Component | None = None) -> list[Unsaved]:
-        """The pages of `rows` that the device has and the host lacks, FULL first, without those of ended sessions.
-        `only`: of the one component that the pages are to lose; their full pages stay on the device. Consecutive pages
-        are together."""
+        """Return the pages of `rows` that the device has and the host lacks, FULL first, without pages of ended
+        sessions. `only`: the one component that is evicted, while the full pages stay on the device. Consecutive pages
+        are one item."""
         found, tree = list[Unsaved](), self._context.tree
         for component in self._context.components:
             name, resident = component.name, component.resident
@@ -238,12 +240,12 @@ class Copies(Movement):
         return found
 
     def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
-        """Which of these pages of the tree the host neither has nor gets."""
+        """Return which of these pages are neither on the host nor in flight to it."""
         return ~component.pages.has(component.host_rows(rows), HELD | IN_FLIGHT)
 
     def _first_absent(self, path: Rows, num_new: int) -> int:
-        """The first of the pages at the end of a path that the host neither has nor gets. If the host has pages behind
-        absent ones of the last `num_new`: the first of these."""
+        """Return the index from which no page of the path is on the host or in flight to it. If, among the last
+        `num_new` pages, the host has pages after absent ones, return the first absent one."""
         lacks = ~self._context.full.pages.has(path, HELD | IN_FLIGHT)
         new = len(path) - num_new
         return min(len(path) - first_gap(lacks[::-1]), new + first_gap(~lacks[new:]))
@@ -251,12 +253,12 @@ class Copies(Movement):
     def _submit_backup(
         self, unsaved: Sequence[Unsaved], path: Rows, start: int, released: list[Released] | None = None
     ) -> None:
-        """Start the copies of `unsaved` pages, as far as the host has capacity. `path`: a prefix that stays on the
-        device meanwhile, with the windows and states of its pages from the `start`-th on. `released`: values of pages
-        that have left the device, which are freed when the copies end."""
+        """Submit the copies of `unsaved` pages, as far as the host has capacity. `path`: a prefix that is locked on the
+        device until the copies end, with the windows and states of its pages from `start` on. `released`: values of
+        evicted pages, which are freed when the copies end."""
         if not unsaved:
             return
-        backup, leaving = Backup(), values_of(released) if released else {}
+        backup, evicting = Backup(), values_of(released) if released else {}
         with ExitStack() as undo:
             for component in self._context.components if len(path) else ():
                 resident = component.resident
@@ -266,31 +268,31 @@ class Copies(Movement):
             undo.callback(self._forget_named, backup)
             try:
                 for component in self._context.components:
-                    self._backup_component(backup, component, unsaved, stays=released is None)
+                    self._backup_component(backup, component, unsaved, is_resident=released is None)
             finally:
                 if backup.operations:
                     undo.pop_all()
                     self._backups.append(backup)
-                    for name, value in leaving.items():
+                    for name, value in evicting.items():
                         component = self._context.by_name[name]
-                        component.leaving[backup] = component.leave(value)
+                        component.evicting[backup] = component.take_evicted(value)
                     if released:
                         released.clear()
                     if len(path) and self._context.tree.table.index[path[-1]] >= backup.end:
                         self._unlock_rest(backup)
 
     def _unlock_rest(self, backup: Backup) -> None:
-        """Unlock the pages behind the last one that is copied: the host lacks capacity for them."""
+        """Unlock the pages after the last copied one, for which the host lacks capacity."""
         locked, index = backup.locked, self._context.tree.table.index
         backup.locked = {name: rows[index[rows] < backup.end] for name, rows in locked.items()}
         for name, rows in locked.items():
             self._context.by_name[name].resident.unlock(rows[index[rows] >= backup.end])
 
     def _backup_component(
-        self, backup: Backup, component: CacheComponent, unsaved: Sequence[Unsaved], *, stays: bool
+        self, backup: Backup, component: CacheComponent, unsaved: Sequence[Unsaved], *, is_resident: bool
     ) -> None:
         """Submit the copy of the pages of one component, as far as the host has capacity, and count the other pages.
-        `stays`: these stay on the device."""
+        `is_resident`: whether the pages stay on the device."""
         pages, is_full, used_at = component.pages, component.name == FULL, self._context.tree.table
         new, used, uses = list[Rows](), list[Rows](), list[Ranks]()
         values, full_rows = list[torch.Tensor](), list[Rows]()
@@ -318,7 +320,7 @@ class Copies(Movement):
             all_new, all_used = np.concatenate(new), np.concatenate(used)
             taken = pages.reserve(all_new, COPY, hits=used_at.hits[all_used], priority=used_at.priority[all_used])
             if len(taken) < len(all_new):
-                self._skip(component, pages.table.keys_of(all_new[len(taken) :]), stays=stays)
+                self._skip(component, pages.table.keys_of(all_new[len(taken) :]), is_resident=is_resident)
             if not len(taken):
                 return
             undo_taken = undo.enter_context(ExitStack())
@@ -340,21 +342,21 @@ class Copies(Movement):
     @staticmethod
     def _submit_pages(backup: Backup, component: CacheComponent, pages: _BackupPages, *, is_raw: bool = False) -> None:
         """Submit a copy to the host pages of `pages`; `is_raw`: unpacked, to both host pages of each."""
-        places = torch.from_numpy(component.pages.place[pages.rows])
-        second_places = torch.from_numpy(component.pages.second_place[pages.rows]) if is_raw else None
-        backup.add(component.transfer.store(pages.slots, places, second_places))
+        pool_pages = torch.from_numpy(component.pages.pool_page[pages.rows])
+        second_pool_pages = torch.from_numpy(component.pages.second_pool_page[pages.rows]) if is_raw else None
+        backup.add(component.transfer.store(pages.slots, pool_pages, second_pool_pages))
         backup.pages[component.name] = pages
 
     def _are_usable(self, full_rows: Rows) -> Mask:
-        """Which windows or states have their full pages on the host, or get them there, or have them elsewhere."""
+        """Return which windows or states are usable: their full page is on the host, in flight to it, or elsewhere."""
         usable: Mask = (full_rows == NO_ROW) | self._context.full.pages.has(full_rows, HELD | COPY)
         return usable
 
-    def _skip(self, component: CacheComponent, keys: Sequence[bytes], *, stays: bool) -> None:
-        """Count pages for which the host has no capacity. A page that stays on the device is tried again with all pages
-        that come behind it, and counts once."""
-        num_pages = sum(not stays or key not in self._counted for key in keys)
-        for key in keys if stays else ():
+    def _skip(self, component: CacheComponent, keys: Sequence[bytes], *, is_resident: bool) -> None:
+        """Count pages for which the host has no capacity. A page that stays on the device is tried again with each page
+        that follows it, and is counted once."""
+        num_pages = sum(not is_resident or key not in self._counted for key in keys)
+        for key in keys if is_resident else ():
             self._counted.pop(key, None)
             self._counted[key] = None
         for key in list(itertools.islice(self._counted, max(0, len(self._counted) - self._max_counted))):
@@ -373,7 +375,7 @@ class Copies(Movement):
 
     def _end_backup(self) -> None:
         """Apply the first backup, which has ended."""
-        self.is_torn = True
+        self.is_partly_applied = True
         backup, raw = self._backups.popleft(), dict[CacheComponent, _BackupPages]()
         arrived, error = list[tuple[CacheComponent, Rows]](), backup.error
         for (name, pages), op in zip(backup.pages.items(), backup.operations, strict=True):
@@ -395,11 +397,11 @@ class Copies(Movement):
                 self._forget_named(backup)
             for locked, rows in backup.locked.items():
                 self._context.by_name[locked].resident.unlock(rows)
-        self._free_left(backup, next_backup)
+        self._free_evicted(backup, next_backup)
         for writes in self._writes:
             for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
                 writes.arrived(component, rows)
-        self.is_torn = False
+        self.is_partly_applied = False
 
     def _submit_raw(self, backup: Backup, raw: Mapping[CacheComponent, _BackupPages]) -> Backup:
         """Copy the pages of `backup` that do not fit packed. The new backup takes over its locks."""
@@ -417,13 +419,13 @@ class Copies(Movement):
     def _publish(
         self, component: CacheComponent, saved: _BackupPages, op: TransferOp, raw: dict[CacheComponent, _BackupPages]
     ) -> Rows:
-        """Give the pages of an ended backup their next state, and return those that arrived. Pages that do not fit
-        packed, and have a second place, are added to `raw`."""
+        """Publish the pages of an ended backup, and return their rows. Pages that do not fit packed are added to `raw`
+        if the host has a second page for them."""
         pages, packing, (rows, slots, full_rows) = component.pages, component.packing, saved
         ok = np.ones(len(rows), np.bool_) if component.name == FULL else self._are_usable(full_rows)
         if packing is not None:
             misfits = np.array(op.misfits, np.int64)
-            if not pages.second_place[rows].any():
+            if not pages.second_pool_page[rows].any():
                 packing.count(len(rows), len(misfits))
             misfits = misfits[ok[misfits]]
             if len(misfits):
@@ -440,56 +442,56 @@ class Copies(Movement):
         watch = self._context.watch if component.name == FULL else None
         if watch is not None and not ok.all():
             watch.forget(pages.table.keys_of(rows[~ok]))
-        arrived, events = pages.landed(rows, ok), self._context.tree.events
+        arrived, events = pages.complete(rows, ok), self._context.tree.events
         if events is not None and watch is not None:
-            for event_pages in watch.told(pages.table.keys_of(arrived)):
+            for event_pages in watch.announced(pages.table.keys_of(arrived)):
                 events.stored(event_pages, "CPU")
         return arrived
 
-    def _free_left(self, backup: Backup, next_backup: Backup | None) -> None:
-        """Free what left the device before `backup`, unless `next_backup` still reads it."""
+    def _free_evicted(self, backup: Backup, next_backup: Backup | None) -> None:
+        """Free the values that `backup` read after their eviction, unless `next_backup` still reads them."""
         is_exposed = False
         for component in self._context.components:
-            if backup not in component.leaving:
+            if backup not in component.evicting:
                 continue
-            is_exposed, ids = True, component.leaving.pop(backup)
+            is_exposed, ids = True, component.evicting.pop(backup)
             if next_backup is not None:
-                component.leaving[next_backup] = ids
+                component.evicting[next_backup] = ids
             else:
-                component.free_left(ids)
+                component.free_evicted(ids)
         if is_exposed:
             self._backup_exposed.observe(self._exposed_s)
 
     # Capacity on the device
 
     def make_available(self, component: CacheComponent, size: int) -> bool:
-        """Evict until `size` tokens or states of a component are free. False if that is impossible. Waits for the
-        backups of evicted pages."""
+        """Evict until `size` tokens or states of a component are free, and wait for the backups of the victims. Returns
+        False if that is impossible."""
         if size <= component.available() or self.prepare(component, size):
             return True
         self._wait_for(component, size)
         return size <= component.available()
 
     def prepare(self, component: CacheComponent, size: int) -> bool:
-        """The same without waiting: whether `size` are free now. If not, they may be when `component.leaving` has been
-        copied."""
+        """Evict for `size` tokens or states without waiting. Returns whether they are free now; if not, the copies of
+        `component.evicting` may free them."""
         short = size - component.available()
         if short <= 0:
             return True
-        if component.leaving:
-            short -= component.num_leaving
+        if component.evicting:
+            short -= component.num_evicting
         if short > 0:
             self._evict(component, short)
         return size <= component.available()
 
     def wait_for_evicted(self) -> None:
-        """Wait until all evicted pages are copied, or are not, and apply that."""
+        """Wait until the copies of all evicted pages have ended, and apply them."""
         for component in self._context.components:
-            self._wait_for(component, component.available() + component.num_leaving)
+            self._wait_for(component, component.available() + component.num_evicting)
 
     def _wait_for(self, component: CacheComponent, size: int) -> None:
         """Wait for backups of evicted pages until `size` are free, or none is in flight."""
-        while component.num_leaving and component.available() < size:
+        while component.num_evicting and component.available() < size:
             start_s = time.perf_counter()
             self._backups[0].wait()
             self._exposed_s = time.perf_counter() - start_s
@@ -498,52 +500,52 @@ class Copies(Movement):
 
     def _evict(self, component: CacheComponent, short: int) -> None:
         name, context = component.name, self._context
-        released, leaving = list[Released](), list[Released]()  # free at once; free when they are copied
+        released, evicting = list[Released](), list[Released]()  # values free at once; values free when they are copied
         unsaved, victims = list[Unsaved](), list[Rows]()
         try:
             while short > 0 and len(rows := component.resident.take(short)):
                 for part in context.tree.by_node(rows):
                     if not len(part := component.resident.held(part)):
-                        continue  # it left with those before
+                        continue  # evicted with an earlier part
                     context.tree.table.hold(part)
                     victims.append(part)
-                    only = None if name == FULL else name  # its full pages stay
+                    only = None if name == FULL else name  # the full pages stay on the device
                     lacking = self.unsaved(part, only) if self._backs_up_evicted else []
                     left = context.evict(part, name)
                     unsaved += lacking
-                    (leaving if lacking else released).extend(left)
+                    (evicting if lacking else released).extend(left)
                     short -= sum(item.size for item in left if item.component == name)
-            self.backup_evicted(unsaved, leaving)
+            self.backup_evicted(unsaved, evicting)
             for part in victims:
                 component.count_eviction(part)
-        except BaseException:  # if the copy of one component raises, that of another may be in flight
+        except BaseException:  # if the copy of one component raises, copies of other components may be in flight
             self.end_backups()
             raise
         finally:
-            context.free([*released, *leaving])
+            context.free([*released, *evicting])
             for part in victims:
                 context.tree.table.drop(part)
 
     # Host to device
 
     def estimate(self, num_bytes: int, start: int, end: int, num_delayed: int) -> LoadEstimate:
-        """Compare a load of `num_bytes` behind the loads in flight with computing positions [start, end), while
-        `num_delayed` other requests wait."""
+        """Compare a load of `num_bytes`, queued after the loads in flight, with computing positions [start, end), which
+        delays `num_delayed` other requests."""
         ahead_bytes = sum(load.num_bytes for load in self._loads)
         return self._policy.compare(self._policy.cost.load_s(ahead_bytes + num_bytes), start, end, num_delayed)
 
     def count_decision(self, estimate: LoadEstimate | None) -> None:
-        """Count an admission by that estimate; None: there was nothing to decide."""
+        """Count the decision of an admission; None: the request had nothing to load."""
         if estimate is not None:
             self._policy.choose(estimate)
 
     def can_load(self) -> bool:
-        """Whether a load may be submitted now, whatever it brings."""
+        """Whether a load may be submitted now."""
         return all(component.counter.can_begin() for component in self._context.components)
 
     def pin(self, request: CacheRequest, admission: Admission, undo: ExitStack) -> Lease:
-        """A lease on what the device has of a prefix: until `undo` ends it stays there for the whole prefix, with the
-        windows and states that this needs."""
+        """Make a lease that locks the part of a prefix that is on the device, with the windows and states that the
+        complete prefix needs. `undo` ends the locks."""
         context, tree = self._context, self._context.tree
         node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
         lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
@@ -555,14 +557,14 @@ class Copies(Movement):
     def hold(
         self, admission: Admission, located: Located, held: ExitStack, *, is_used: bool = True
     ) -> dict[Component, PromptRows]:
-        """Lock the pages on the host that are to be loaded, until `held` ends, and return them. `is_used`: the pages of
-        the prefix on the host count as used once more."""
+        """Lock the host pages that are to be loaded, and return them. `held` ends the locks. `is_used`: whether to
+        count a use of the prefix on the host."""
         end, to_load = admission.length // self._context.tree.page_size, dict[Component, PromptRows]()
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
             # An optional component requires no page, but may load some.
             first = min(component.first_required(end), pages[0] if pages else end)
-            if is_used and component.name != FULL:  # of full pages the table has one count for both tiers
+            if is_used and component.name != FULL:  # the table has one count of full pages for both tiers
                 component.pages.table.hits[located.rows_of(component, range(first, end)).rows] += 1
             if pages:
                 to_load[component.name] = found = located.rows_of(component, pages)
@@ -578,11 +580,11 @@ class Copies(Movement):
         slots: torch.Tensor,
         length: int,
     ) -> Load:
-        """Load `pages` of `prompt`, by component, behind the lease's node: full pages to the first of `slots`, a state
-        to the lease's own state slot. The lock of the lease, for a prefix of `length` tokens, moves to the last loaded
+        """Load `pages` of `prompt`, by component, after the lease's node: full pages into the first of `slots`, a state
+        into the lease's running state. The lock of the lease, for a prefix of `length` tokens, moves to the last loaded
         node, and the load owns the host locks of `pages` from now on.
 
-        If it raises, the submitted copies have ended, and `slots` are the lease's as before."""
+        If it raises, all submitted copies have ended, and `slots` still belong to the lease."""
         tree = self._context.tree
         load = Load(lease.node, prompt, pages, self.loads_of(tree.path_rows(lease.node)))
         with ExitStack() as undo:
@@ -602,14 +604,14 @@ class Copies(Movement):
         return load
 
     def end_loads(self, loads: Sequence[Load]) -> None:
-        """Wait until these loads have ended and another may be submitted, and apply them."""
+        """Wait until these loads have ended, and apply them. Another load may be submitted afterwards."""
         while self._loads and (any(not load.completed for load in loads) or not self.can_load()):
             self._loads[0].wait()
             self._end_load()
 
     def free(self, lease: Lease) -> None:
-        """Free the slots, the states and the row of a lease, and end its part in loads. It keeps its lock on the
-        prefix."""
+        """Free the slots, the states and the row of a lease, and detach it from its loads. The lease keeps its lock on
+        the prefix."""
         with ExitStack() as steps:  # all of them, the last first, whatever raises
             for load in lease.loads:
                 steps.callback(self.stop_reading, load)
@@ -619,7 +621,7 @@ class Copies(Movement):
                 steps.callback(component.release, lease)
 
     def loads_of(self, rows: Rows) -> list[Load]:
-        """The loads in flight that bring anything of these pages, oldest first. An abandoned one brings nothing."""
+        """Return the loads in flight that write any of these pages, oldest first, without abandoned loads."""
         if not self._loads:
             return []
         numbers = set[int]()
@@ -628,12 +630,13 @@ class Copies(Movement):
         return [load for load in self._loads if load.number in numbers]
 
     def has_failed(self, rows: Rows) -> bool:
-        """Whether a load in flight that brings anything of these has failed: whoever uses them would fail with it."""
+        """Whether a load in flight of any of these pages has failed. A request that uses these pages would fail too."""
         return bool(self._loads) and any(load.error is not None for load in self.loads_of(rows))
 
     @staticmethod
     def error_of(lease: Lease) -> Exception | None:
-        """Why a load of the lease's prefix failed; None if none did. Waits for the outcome of those in flight."""
+        """Return the error of a failed load of the lease's prefix, or None. Waits for the outcome of loads in
+        flight."""
         for load in lease.loads:
             if load.error is None:
                 load.wait_outcome()
@@ -647,12 +650,12 @@ class Copies(Movement):
         return list(self._loads)
 
     def stop_reading(self, load: Load) -> None:
-        """A lease, or a load that depends on it, stops reading what `load` brought."""
+        """Record that a lease, or a load that depends on `load`, no longer reads its pages."""
         load.readers -= 1
         self._free_unread(load)
 
     def detach(self, load: Load) -> None:
-        """It writes nothing any more."""
+        """Clear the load number of the pages of a load that has ended."""
         for name, rows in load.brings.items():
             self._context.by_name[name].resident.end_load(rows)
         load.brings = {}
@@ -660,19 +663,19 @@ class Copies(Movement):
     @staticmethod
     def _load_component(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
         counter, rows = component.counter, load.pages[component.name].rows
-        places, second_places = torch.from_numpy(component.pages.place[rows]), None
-        if component.pages.second_place[rows].any():
-            second_places = torch.from_numpy(component.pages.second_place[rows])
+        pool_pages, second_pool_pages = torch.from_numpy(component.pages.pool_page[rows]), None
+        if component.pages.second_pool_page[rows].any():
+            second_pool_pages = torch.from_numpy(component.pages.second_pool_page[rows])
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
-        op = component.transfer.load(places, component.device_ids(targets), load_id, second_places)
+        op = component.transfer.load(pool_pages, component.device_ids(targets), load_id, second_pool_pages)
         undo.callback(op.wait)
         load.add(op)
 
     def _end_load(self) -> None:
         """Apply the first load, which has ended."""
-        self.is_torn = True
+        self.is_partly_applied = True
         load, tree, components = self._loads.popleft(), self._context.tree, self._context.by_name
         depended_on = load.depends_on
         load.complete()
@@ -685,7 +688,7 @@ class Copies(Movement):
             self.detach(load)
         else:
             self._failed_loads.value += 1
-            # Deepest first: what depends on the load leaves the device before it does.
+            # Dependent loads first: their pages are removed from the tree before those of this load.
             for other in reversed(self._loads):
                 if other.error is not None:
                     self._abandon(other)
@@ -697,19 +700,20 @@ class Copies(Movement):
         for below in depended_on:
             self.stop_reading(below)
         self._free_unread(load)
-        self.is_torn = False
+        self.is_partly_applied = False
 
     def _abandon(self, load: Load) -> None:
-        """Take what a failed load was to bring off the device. Its slots stay out of use as long as they are read."""
+        """Remove the pages of a failed load from the tree. Its slots are not reused while a lease or load reads
+        them."""
         if load.abandoned:
             return
         load.abandoned = True
-        for component in reversed(self._context.components):  # FULL last: its nodes leave the tree
+        for component in reversed(self._context.components):  # FULL last, because it removes the nodes
             component.fail_load(load)
         self.detach(load)
 
     def _free_unread(self, load: Load) -> None:
-        """Free the slots of a failed load, and its number, once it has ended and has no readers."""
+        """Free the slots and the number of a failed load that has ended and has no readers."""
         if load.readers or not load.completed:
             return
         for slots in load.orphans:

@@ -32,17 +32,17 @@ _DECAY = 0.9  # weight of earlier observations for each new one
 _STALE_S = 60.0
 _HALF_LIFE_TOKENS = 1 << 17
 _MIN_SPREAD = 0.01
-# Slower than any GPU that serves long contexts, so that a request waits while the speed is unknown.
+# Slower than any GPU that serves long contexts. While the speed is unknown, requests therefore wait for reads.
 _ASSUMED_TOKENS_PER_S = 1000.0
 _GAUGED_TOKENS = 8192
 _FAMILY = "movement_bytes_per_second"
 
 
 class TransferRate:
-    """Bytes per second of recent operations, large ones counting by their bytes.
+    """Bytes per second of recent operations, weighted by their bytes.
 
-    The rate is unknown before the first operation, and once the last is older than `_STALE_S`: requests avoid a slow
-    tier, so no operation would show that it has recovered.
+    The rate is unknown before the first operation, and when the last operation is older than `_STALE_S`. Requests avoid
+    a slow tier, so no operation would show that it has recovered.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -51,7 +51,7 @@ class TransferRate:
         self._observed_s = -math.inf
 
     def observe(self, *moved: tuple[int, float]) -> None:
-        """Observe operations, each of a number of bytes and of seconds."""
+        """Record operations, each as (bytes, seconds)."""
         now_s = self._clock()
         for num_bytes, seconds in moved:
             if num_bytes:
@@ -61,7 +61,7 @@ class TransferRate:
                 self._observed_s = now_s
 
     def seconds(self, num_bytes: float) -> float | None:
-        """How long `num_bytes` take; None where the rate is unknown."""
+        """Return the seconds that `num_bytes` take; None if the rate is unknown."""
         if self._clock() - self._observed_s > _STALE_S:
             return None
         return num_bytes * self._seconds / self._num_bytes
@@ -74,10 +74,10 @@ class TransferRate:
 class PrefillCost:
     """Seconds of prefill as `token_s * tokens + pair_s * tokens * mean position`, fitted to the passes observed.
 
-    The first term is the cost of each token, the second attention, which grows with the position: the speed at 128k is
-    not that at 1k. Least squares over passes, which fade with a half-life of `_HALF_LIFE_TOKENS` computed tokens; short
-    passes, which are mostly overhead, weigh little. Passes at one position cannot separate the terms: the first then
-    has all of the cost.
+    The first term is the cost of each token; the second is attention, whose cost grows with the position. Both are
+    fitted by least squares over passes, whose weights decay with a half-life of `_HALF_LIFE_TOKENS` computed tokens.
+    Short passes have little weight, because they are mostly overhead. If all passes have one position, the first term
+    gets the complete cost.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class PrefillCost:
 
     @property
     def terms(self) -> tuple[float, float]:
-        """Seconds of a token, and of a token and position."""
+        """Seconds per token, and seconds per token and position."""
         return self._token_s, self._pair_s
 
     def assume(self, token_s: float, pair_s: float) -> None:
-        """The terms until the first pass is observed."""
+        """Set the terms that are used until the first pass is observed."""
         if not self.is_measured:
             self._token_s, self._pair_s = token_s, pair_s
 
@@ -111,7 +111,7 @@ class PrefillCost:
         self._fit()
 
     def seconds(self, start: int, end: int) -> float:
-        """Of computing positions [start, end)."""
+        """Return the seconds that computing positions [start, end) takes."""
         return (end - start) * (self._token_s + self._pair_s * (start + end) / 2)
 
     def _fit(self) -> None:
@@ -130,8 +130,9 @@ class PrefillCost:
 class CostModel:
     """The rates of one engine and the estimates that follow from them. Owned by the scheduler thread.
 
-    `tokens_per_s`: "auto" measures prefill; 0: computing is never worthwhile; else the speed, in place of measured
-    ones. `num_readers`: parallel reads, by store. `prefill`: the measured cost of computing. `num_observed`: passes
+    `tokens_per_s`: "auto" measures the prefill speed; 0: computing is never chosen; any other value is used in place of
+    a measured speed. `num_readers`: parallel reads, by store. `prefill`: the measured cost of computing.
+    `num_observed`: passes
     and loads that were observed.
     """
 
@@ -160,7 +161,7 @@ class CostModel:
             gauge(name, f"measured rate of one reader of the {of}", rate.bytes_per_s, _FAMILY, **labels)
         help, labels = "measured rate of loads to the device", {"movement": "load", "direction": "host_to_device"}
         gauge("cost.load_bytes_per_second", help, self._loads.bytes_per_s, _FAMILY, **labels)
-        help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or unwanted"
+        help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or not measured"
         gauge(
             "cost.prefill_tokens_per_second",
             help,
@@ -168,7 +169,7 @@ class CostModel:
         )
 
     def observe_reads(self, moved: Sequence[tuple[int, float]], store: Store = DISK) -> None:
-        """Readers of a store read a number of bytes each to the host, in seconds, alone or in parallel."""
+        """Record reads of a store to the host, each as (bytes, seconds of its reader)."""
         self._reads[store].observe(*moved)
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
@@ -180,16 +181,17 @@ class CostModel:
         self.num_observed += 1
 
     def read_s(self, num_bytes: float, num_jobs: int, store: Store = DISK) -> float | None:
-        """Reading `num_bytes` from a store in `num_jobs` jobs; None where the rate is unknown.
+        """Return the seconds of reading `num_bytes` from a store in `num_jobs` jobs; None if the rate is unknown.
 
-        A reader's rate was measured in parallel with the readers of that time. For a read that occupies more readers it
-        is too high, which its own jobs correct as they end. No job would correct a rate that is too low, because no
-        request would wait for it.
+        The rate of one reader depends on the number of parallel readers. If a read occupies more readers than were
+        measured, the rate is too high, and the jobs of the read correct it as they end. A rate that is too low would
+        never be corrected, because no request would wait for the store.
         """
         return self._reads[store].seconds(num_bytes / max(1, min(num_jobs, self._num_readers[store])))
 
     def parts(self, stores: Sequence[Store]) -> dict[Store, float]:
-        """The share of common pages that each store reads, by the rates; equal shares if no rate is known."""
+        """Return the share of pages in both stores that each store reads, by their rates; equal shares if no rate is
+        known."""
         if len(stores) == 1:
             return {stores[0]: 1.0}
         times_s = {store: self.read_s(1, self._num_readers[store], store) for store in stores}
@@ -197,24 +199,24 @@ class CostModel:
         return {store: rate / sum(rates.values()) for store, rate in rates.items()}
 
     def load_s(self, num_bytes: int) -> float | None:
-        """Loading `num_bytes` from the host to the device; None where the rate is unknown."""
+        """Return the seconds of loading `num_bytes` from the host to the device; None if the rate is unknown."""
         return self._loads.seconds(num_bytes)
 
     def prefill_s(self, start: int, end: int) -> float | None:
-        """Computing positions [start, end) of a prompt; None where the speed is unknown."""
+        """Return the seconds of computing positions [start, end) of a prompt; None if the speed is unknown."""
         if self._tokens_per_s != "auto":
             return (end - start) / self._tokens_per_s if self._tokens_per_s else math.inf
         return self.prefill.seconds(start, end) if self.prefill.is_known else None
 
     def longest_wait_s(self, start: int, end: int) -> float:
-        """The longest wait for positions [start, end): the time that computing them takes, at an assumed low speed
-        while none was measured."""
+        """Return the longest wait for positions [start, end): the time of computing them, at an assumed low speed if
+        none was measured."""
         compute_s = self.prefill_s(start, end)
         return (end - start) / _ASSUMED_TOKENS_PER_S if compute_s is None else compute_s
 
 
 class LoadEstimate(NamedTuple):
-    """Seconds of a load, the operations queued before it included, and of computing the same tokens; None: unknown.
+    """Seconds of a load, including the operations queued before it, and of computing the same tokens; None: unknown.
 
     `num_delayed`: other requests that run or wait for the GPU, which computing these tokens would delay. A load delays
     no request on the GPU. So a load of 2 s is chosen if computing takes 1 s and delays two other requests: 2 <= 1 x 3.
@@ -226,18 +228,18 @@ class LoadEstimate(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """The longest worthwhile load: the time that computing costs this request and all that it delays; infinite if
-        that time is unknown."""
+        """The longest worthwhile load: the time of computing, multiplied by this request and the requests that it
+        delays; infinite if the time is unknown."""
         return math.inf if self.compute_s is None else self.compute_s * (1 + self.num_delayed)
 
-    def is_worth_loading(self, silent_s: float = 0.0, patience: float = 1.0) -> bool:
-        """Whether to load, or to go on waiting. True until both times are known.
+    def is_worth_loading(self, no_progress_s: float = 0.0, tolerance: float = 1.0) -> bool:
+        """Whether to load, or to continue a wait. True until both times are known.
 
-        `silent_s`: seconds in which no page arrived, which may not exceed the limit. `patience`: the factor by which
-        the rest of a wait that has begun may exceed the limit.
+        `no_progress_s`: seconds without an arriving page, at most the limit. `tolerance`: the factor by which the rest
+        of a wait in progress may exceed the limit.
         """
         limit_s = self.limit_s
-        return (self.load_s is None or self.load_s <= patience * limit_s) and silent_s <= limit_s
+        return (self.load_s is None or self.load_s <= tolerance * limit_s) and no_progress_s <= limit_s
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class Requests:
 
     @property
     def num_delayed(self) -> int:
-        """Requests that computing for another request delays: all that run or wait for the device, not for a
+        """The requests that computing delays: all that run or wait for the device, without those that wait for a
         prefetch."""
         return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
 
@@ -265,12 +267,13 @@ class Requests:
         return request_id in self.running or (request_id in self.expected and request_id not in self.waiting)
 
     def num_delayed_by(self, request_id: str) -> int:
-        """Other requests that computing for this request delays."""
+        """Return the number of other requests that computing for this request delays."""
         return self.num_delayed - self.is_delayed(request_id)
 
 
 class LoadPolicy:
-    """Load or recompute: compares by the rates of `cost`, and counts each choice. One thread at a time.
+    """Chooses between loading and recomputing by the rates of `cost`, and counts each choice. Used by one thread at a
+    time.
 
     `movement`: the first part of the counters' names. `source`: the tier that has the prefix, for the log.
     """
@@ -283,12 +286,12 @@ class LoadPolicy:
         )
 
     def compare(self, load_s: float | None, start: int, end: int, num_delayed: int) -> LoadEstimate:
-        """A load of `load_s` seconds compared with computing positions [start, end)."""
+        """Compare a load of `load_s` seconds with computing positions [start, end)."""
         return LoadEstimate(load_s, self.cost.prefill_s(start, end), num_delayed)
 
     def compare_wait(self, wait_s: float | None, start: int, end: int, num_delayed: int) -> LoadEstimate:
-        """A wait of `wait_s` seconds compared with computing positions [start, end), bounded also while no speed of
-        computing is known."""
+        """Compare a wait of `wait_s` seconds with computing positions [start, end). The wait is bounded even if no
+        prefill speed is known."""
         return LoadEstimate(wait_s, self.cost.longest_wait_s(start, end), num_delayed)
 
     def choose(self, estimate: LoadEstimate) -> bool:

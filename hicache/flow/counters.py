@@ -23,29 +23,32 @@ class PrefetchCounters:
         def outcome(name: str, help: str) -> Counter:
             return count(f"prefetch.{name}_requests", help, "prefetch_outcome_requests", outcome=name)
 
-        self.requests = count("prefetch.requests", "prefetches asked for")
+        self.requests = count("prefetch.requests", "prefetches requested")
         self.waited = outcome("waited", "requests for which waiting was estimated to cost less than computing")
         self.skipped = outcome("skipped", "requests that did not wait because computing was estimated to cost less")
         self.abandoned = outcome(
-            "gave_up", "requests that stopped waiting: computing the rest cost less, or nothing came"
+            "abandoned", "requests that stopped waiting because computing the rest took less time, or no page arrived"
         )
-        self.overlapped = outcome("beside", "requests computed from their beginning while a store brought their end")
+        self.overlapped = outcome("overlapped", "requests computed from their beginning while their end was read")
         self._computed = count(
-            "prefetch.beside_computed_tokens", "tokens that such requests computed until they met what had come"
+            "prefetch.overlap_computed_tokens",
+            "tokens that overlapped requests computed before the pages that were read",
         )
-        self._loaded = count("prefetch.beside_loaded_tokens", "tokens that they found there, and did not compute")
+        self._loaded = count(
+            "prefetch.overlap_loaded_tokens", "tokens that overlapped requests loaded instead of computing them"
+        )
         context.metrics.gauge(
-            "prefetch.beside_loaded_ratio", "share of both that was found there: where they met", self._loaded_ratio
+            "prefetch.overlap_loaded_ratio",
+            "share of loaded tokens in computed and loaded tokens of overlapped requests",
+            self._loaded_ratio,
         )
-        self.shared = outcome("shared", "prefetches that joined a read in flight")
-        self.postponed = outcome("postponed", "prefetches refused or cut short by host pages or the read queue")
-        self.retries = count("prefetch.retries", "attempts to start what was postponed")
-        self.estimated_s = count(
-            "prefetch.estimated_seconds", "what the waits that came to their end were estimated to take"
-        )
-        self.waited_s = histogram("prefetch.waited_seconds", "time that a wait took which came to its end")
-        self.lost = count("prefetch.lost_pages", "pages a store announced and could not give back verified")
-        self.landed = count("prefetch.landed_tokens", "tokens that prefetches added to the host tier")
+        self.coalesced = outcome("coalesced", "prefetches that waited for a read of another request")
+        self.deferred = outcome("deferred", "prefetches that waited because host pages or the read queue were full")
+        self.retries = count("prefetch.retries", "attempts to start deferred prefetches")
+        self.estimated_s = count("prefetch.estimated_seconds", "estimated time of completed waits")
+        self.waited_s = histogram("prefetch.waited_seconds", "time of completed waits")
+        self.lost = count("prefetch.lost_pages", "pages that a store has but could not return verified")
+        self.read_tokens = count("prefetch.read_tokens", "tokens that prefetches added to the host tier")
         self.refused = count("prefetch.refused_jobs", "jobs not started because the readers' queue was full")
         moved, took = (
             "bytes of verified pages that a job read from the store to the host",
@@ -57,17 +60,17 @@ class PrefetchCounters:
             self._moved[store] = context.metrics.movement(f"{store.prefix}prefetch", moved, took, **labels)
 
     def count_joined(self, num_computed: int, num_loaded: int) -> None:
-        """An overlapped request loaded `num_loaded` tokens behind `num_computed` computed ones."""
+        """Count an overlapped request that loaded `num_loaded` tokens after computing `num_computed`."""
         self._computed.value += num_computed
         self._loaded.value += num_loaded
 
     def _loaded_ratio(self) -> float:
         return self._loaded.value / max(1, self._loaded.value + self._computed.value)
 
-    def count_postponed(self, num_claimed: int, max_pages: int) -> None:
-        """A request waits for host pages, because requests claim `num_claimed` of `max_pages`; 0: for another
-        reason."""
-        self.postponed.value += 1
+    def count_deferred(self, num_claimed: int, max_pages: int) -> None:
+        """Count a request that waits for host pages, because prefetches claim `num_claimed` of `max_pages`; 0: for
+        another reason."""
+        self.deferred.value += 1
         if num_claimed and not self._has_been_full:
             self._has_been_full = True
             log.warning(
@@ -79,6 +82,6 @@ class PrefetchCounters:
             )
 
     def count_reads(self, store: Store, moved: Sequence[tuple[int, float]]) -> None:
-        """Jobs read a number of verified bytes each, in seconds."""
+        """Count read jobs, each as (verified bytes, seconds)."""
         for histogram, values in zip(self._moved[store], zip(*moved, strict=True), strict=False):
             histogram.observe(*values)

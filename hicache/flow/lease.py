@@ -18,7 +18,7 @@ from hicache.tiers import FULL, Component, own
 
 @dataclass(frozen=True)
 class Hit:
-    """Tokens of a request that need not be computed, by the tier that held them when it was admitted."""
+    """Tokens of a request that need no computing, by the tier that had them at its admission."""
 
     device: int = 0
     host: int = 0
@@ -27,12 +27,12 @@ class Hit:
 
     @property
     def tokens(self) -> int:
-        """Of all tiers."""
+        """The tokens of all tiers."""
         return self.device + self.host + self.disk + self.remote
 
     @property
     def loaded(self) -> Hit:
-        """Without those that were on the device."""
+        """The same without the tokens that were on the device."""
         return Hit(0, self.host, self.disk, self.remote)
 
     def __add__(self, other: Hit) -> Hit:
@@ -43,10 +43,10 @@ class Hit:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """Tokens of a prompt that each tier would serve now: device first, then host, disk and remote, without a gap.
+    """Tokens of a prompt that each tier would serve now: device, then host, disk and remote, without a gap.
 
-    `disk_known`: whether disk and remote tier answered in time; else they may hold more. `missed`: the other tokens by
-    reason, see `docs/metrics.md`; a load that is not worth its time is not compared here.
+    `disk_known`: whether disk and remote store answered in time; if not, they may have more pages. `missed`: the other
+    tokens by reason, see `docs/metrics.md`. Loads that the load gate would decline count as hits.
     """
 
     device: int
@@ -59,27 +59,26 @@ class LookupResult:
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """A request for admission. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
+    """A request for admission. `tokens`: int64 ids of the complete prompt; `namespace`: the tenant.
 
-    `reserve_tokens`: tokens behind the cached prefix that get slots at admission, the others by `extend`; None: all.
-    `priority`, from 0: under `eviction_policy="priority"`, what the request uses or adds has at least this one from
-    then on. `branch_points`: token positions, like the end of a system prompt, after which other prompts may go on
-    differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: the most
-    tokens that come from the cache; the others are computed, for their logits. None: no limit. `is_counted`: whether it
-    counts as a prompt in the metrics of hits; False for one that was admitted before, which finds its own pages.
-    `may_wait`: whether `acquire` may wait for copies that make room; where it may not it raises `ExchangePending`, and
-    `poll` goes on with them.
+    `reserve_tokens`: tokens after the cached prefix that get slots at admission; `extend` allocates the others. None:
+    all tokens. `priority`, from 0: under `eviction_policy="priority"`, all pages of the request have at least this
+    priority from then on. `branch_points`: token positions after which other prompts may differ, for example the end of
+    a system prompt; a hybrid model keeps a recurrent state at the last page boundary before each. `max_cached_tokens`:
+    the most tokens that are taken from the cache; None: no limit. `is_counted`: whether the metrics of hits count the
+    prompt; False for a preempted request, which finds its own pages. `may_wait`: whether `acquire` may wait for copies
+    of evicted pages; if False, it raises `ExchangePending`, and `poll` continues the copies.
 
-    Two hints count under `eviction_policy="auto"`, the default. `priority`: each level doubles the uses that a page
-    counts for, up to 32 times. `expected_uses`, from 1, when the lease ends: how often the prompt will be asked
-    for again with its answer.
+    Two hints take effect under `eviction_policy="auto"`, the default. `priority`: each level doubles the counted uses
+    of a page, for at most 32 levels. `expected_uses`, from 1: how often the prompt will be requested again with its
+    answer, counted from the end of the lease.
 
-    Two other hints count under every policy, from the end of the lease until the prompt is used again. `session_end`:
-    the prompt will not be asked for again. Its pages that no other prompt shares, behind the last branch point, are
-    evicted first and not written any more; pages that the request computes are not copied to the host.
-    `next_turn_within_s`: a prompt that continues it is expected by then; until it is used, or four times as long, its
-    pages are evicted after pages without a hint. At most nine tenths of a tier are kept so; beyond that the oldest hint
-    ends."""
+    Two other hints take effect under every policy, from the end of the lease until the prompt is used again.
+    `session_end`: the prompt will not be requested again. Its pages after the last branch point that no other prompt
+    shares are evicted first and no longer written; pages that the request computes are not copied to the host.
+    `next_turn_within_s`: a prompt that continues this one is expected within this time. For four times as long, its
+    pages are evicted after pages without a hint. At most nine tenths of a tier are kept in this way; above that, the
+    oldest hint ends."""
 
     request_id: str
     tokens: npt.NDArray[np.int64]
@@ -96,11 +95,12 @@ class CacheRequest:
 
 
 class Prefetch:
-    """A caller's view of one prefetch. It changes only in `poll()` and `cancel()`, which then call `on_change` with it.
+    """The caller's view of one prefetch. Only `poll()` and `cancel()` change it, and then call `on_change` with it.
 
-    `ready`: admission need not wait. `ended`: no further page arrives. `overlaps`: the caller computes the prompt while
-    its pages arrive, and calls `join`. `is_preemptible`: the request did not wait, because computing it delayed no
-    other request; later requests go first while waiting for its pages costs all requests less.
+    `ready`: the request may be admitted. `ended`: no further page arrives. `overlaps`: the caller computes the prompt
+    while its pages arrive, and calls `join`. `is_preemptible`: the request was admitted without waiting, because
+    computing it delayed no other request. Later requests are served first while waiting for its pages delays all
+    requests less than computing it.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class Prefetch:
     ) -> None:
         self.request_id, self.mode, self.deadline_s = request_id, mode, deadline_s
         self.overlaps, self.is_preemptible = overlaps, False
-        self.found_tokens = self.landed_tokens = 0
+        self.found_tokens = self.read_tokens = 0
         self.waits = mode != "best_effort"
         self.ended = False
         self.on_change: Callable[[Prefetch], None] = _ignore
 
     @property
     def ready(self) -> bool:
-        """Best effort never waits; a timeout waits until its deadline; wait_complete until the end; auto where
-        that is estimated to cost less than computing."""
+        """Whether the request may be admitted. `best_effort` never waits, `timeout` waits until its deadline,
+        `wait_complete` until the last page, `auto` as long as waiting is estimated to take less time than computing."""
         return not self.waits
 
     def stop_waiting(self, *, is_preemptible: bool = False) -> None:
@@ -134,30 +134,31 @@ class Prefetch:
 
 
 class Lease:
-    """A request's hold on the cache: a pinned prefix, a row of the request table and the slots of the rest.
+    """The resources of an admitted request: a locked prefix, a row of the request table and the slots of its other
+    tokens.
 
-    Made by `acquire`, ended by `release` (or by leaving its `with`). Intervals of positions:
+    Made by `acquire`, ended by `release` or by the end of its `with` block. Intervals of positions:
 
         [0, cached_len)          need no computing since `acquire`, or since the last `join`; their loads: `load_ids`
         [0, tree_len)            slots belong to the tree, pinned through `node`
         [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
         [length, held_len)       slots of the last device page that no token uses yet
 
-    `request`: what it was made for. `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of
-    the prompt's pages, where a host tier needs them.
+    `request`: the request that was admitted. `tokens`: the prompt, and generated tokens whose slots are in the tree.
+    `keys`: page keys of the prompt, if there is a host tier.
 
     `missed`: the tokens of the prompt that had to be computed, by reason (`hicache.flow.misses`). `declines_load`:
     pages on the host up to `branching_len` are not loaded, because computing them was estimated to cost less.
 
-    In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
-    `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
-    the first of them, where the prefix left it on the host.
+    In a hybrid model, a lease also has two states: the running state `mamba_pool_idx`, which the forward pass advances,
+    and its checkpoint `mamba_checkpoint_idx`, a copy after `checkpoint_len` tokens (0: no checkpoint). If the state of
+    the prefix is on the host, `state_load` loads it into the running state.
 
     Read `slots` again for each pass, after its `begin_forward`: if another request committed the same tokens first,
     `commit` replaces this lease's slots with the tree's.
 
-    Slots are in the request's row, on the pool's device. If `home`, the allocator's device, is the host and the pool is
-    elsewhere, the host has a copy of them.
+    Slots are in the request's row, on the pool's device. If the pool is on a GPU and `home`, the allocator's device, is
+    the CPU, the lease also has a copy on the CPU.
     """
 
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
@@ -190,7 +191,7 @@ class Lease:
 
     @property
     def load_ids(self) -> tuple[int, ...]:
-        """The loads of full pages that the forward of this request must wait for, layer by layer."""
+        """The loads of full pages for which the forward pass of this request must wait, layer by layer."""
         return self.load_ids_of(FULL)
 
     def load_ids_of(self, component: Component) -> tuple[int, ...]:
@@ -202,15 +203,15 @@ class Lease:
         return self.slots_of(0, self.length)
 
     def slots_of(self, start: int, end: int) -> torch.Tensor:
-        """Slots of positions [start, end), int64 on the pool's device."""
+        """Return the slots of positions [start, end), int64 on the pool's device."""
         assert self.req_pool_idx is not None
         row = self._table[self.req_pool_idx]
-        if row.is_cpu:  # by one thread, see `hicache.tiers.own`
+        if row.is_cpu:  # copied by one thread, see `hicache.tiers.own`
             return torch.from_numpy(row.numpy()[start:end].astype(np.int64))
         return row[start:end].long()
 
     def held_slots(self, start: int, end: int) -> torch.Tensor:
-        """The same, on the allocator's device."""
+        """Return the slots of positions [start, end), on the allocator's device."""
         return self.slots_of(start, end) if self._slots is None else own(self._slots[start:end])
 
     def write(self, start: int, slots: torch.Tensor) -> None:
@@ -222,18 +223,18 @@ class Lease:
         if row.is_cpu:
             row.numpy()[start:end] = slots.numpy()
         else:
-            # A copy from the host goes through pinned memory behind queued work, and does not wait.
+            # The copy from pinned host memory is queued after earlier work and does not wait.
             row[start:end] = slots.pin_memory().to(row.device, non_blocking=True) if slots.is_cpu else slots
 
     def read(self, loads: Sequence[Load]) -> None:
-        """Wait for these too, and count as their reader."""
+        """Record this lease as a reader of these loads, so that its forward pass waits for them."""
         for load in loads:
             if load not in self.loads:
                 load.readers += 1
                 self.loads.append(load)
 
     def take_states(self) -> list[torch.Tensor]:
-        """Its states, each `[1]`, which it no longer has."""
+        """Remove the states from the lease and return them, each `[1]`."""
         states = [state.reshape(1) for state in (self.mamba_pool_idx, self.mamba_checkpoint_idx) if state is not None]
         self.mamba_pool_idx = self.mamba_checkpoint_idx = None
         return states
@@ -246,7 +247,7 @@ class Lease:
 
 
 def _ignore(prefetch: Prefetch) -> None:
-    """The caller asks for the state itself."""
+    """The default callback, for callers that poll the handle."""
 
 
 def _no_owner(lease: Lease) -> None:

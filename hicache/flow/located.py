@@ -1,4 +1,4 @@
-"""Where the pages of a prompt are in memory: on the device by the rows of the tree, on the host by page keys.
+"""The locations of the pages of a prompt in memory: on the device by rows of the tree, on the host by page keys.
 
 One loop finds the longest prefix that all components can use, as in the tree: `Located.last_end`.
 """
@@ -24,12 +24,12 @@ from hicache.tiers import FULL
 
 
 class Located:
-    """Where the pages of a prompt are in memory. Changes nothing; as of the moment that it is asked.
+    """The locations of the pages of a prompt in memory, at the time of each call. Changes nothing.
 
     [0, device_end)          full pages on the device
     [device_end, host_end)   full pages on the host, without a gap
 
-    `resident`: of each other component, which of the pages [0, device_end) are on the device.
+    `resident`: for each other component, which of the pages [0, device_end) are on the device.
     """
 
     def __init__(self, context: EngineContext, prompt: Prompt, match: Match) -> None:
@@ -54,56 +54,56 @@ class Located:
         return component.has_host and self.prompt.key(component.name, index) in component.pages
 
     def in_memory(self, component: CacheComponent, index: int) -> bool:
-        """On the device or on the host."""
+        """Whether the page is on the device or on the host."""
         return self.on_device(component, index) or self.on_host(component, index)
 
-    def coming(self, component: CacheComponent, index: int) -> bool:
-        """In memory, or on its way to the host from the device."""
+    def is_arriving(self, component: CacheComponent, index: int) -> bool:
+        """Whether the page is in memory, or in flight from the device to the host."""
         if self.on_device(component, index):
             return True
         row = component.pages.table.row(self.prompt.key(component.name, index))
         return row >= 0 and bool(component.pages.state[row] & (HELD | COPY))
 
     def rows_of(self, component: CacheComponent, indices: Sequence[int]) -> PromptRows:
-        """Those of these pages, ascending, that are on the host now."""
+        """Return the pages, ascending, that are on the host now."""
         rows = self.rows_named(component, indices)
         is_held = component.pages.has(rows)
         return PromptRows(rows[is_held], np.asarray(indices, np.int64)[is_held])
 
     def rows_named(self, component: CacheComponent, indices: Sequence[int]) -> Rows:
-        """The row of each of these pages; `NO_ROW` if it has none."""
+        """Return the row of each page; `NO_ROW` if it has none."""
         return component.pages.table.find(self.prompt.keys_of(component.name, indices))
 
     def rows_added(self, component: CacheComponent, indices: range) -> Rows:
-        """The row of each of these pages. A page without a row gets one; the caller calls `forget` for the rows."""
+        """Return the row of each page, and add rows for pages without one. The caller calls `forget` for the rows."""
         keys, first = self.prompt.keys_of(component.name, indices), indices.start
         previous = self.prompt.keys[first - 1] if component.name == FULL and first else None
         return component.pages.table.add(keys, first, previous)
 
     def last_end(self, limit: int, floor: int, has: PageTest) -> int:
-        """The pages of the longest prefix of at most `limit` that all components can use; `floor` where none longer
-        is."""
+        """Return the number of pages, at most `limit`, of the longest prefix that all components can use; `floor` if
+        none is longer."""
 
         def gap(component: CacheComponent, start: int, end: int) -> int | None:
             return next((index for index in range(end - 1, start - 1, -1) if not has(component, index)), None)
 
         return last_end(self.context.components[1:], limit, floor, gap)
 
-    def coming_end(self, floor: int) -> int:
-        """The same, at least `floor`, for pages in memory or on the way from the device to the host."""
+    def arriving_end(self, floor: int) -> int:
+        """Return the same for pages in memory or in flight from the device to the host; at least `floor`."""
         full = self.context.full
         rows = self.rows_named(full, range(self.host_end, self.num_pages))
         limit = self.host_end + first_gap(full.pages.has(rows, HELD | COPY))
-        return self.last_end(limit, floor, self.coming)
+        return self.last_end(limit, floor, self.is_arriving)
 
 
 def first_gap(has: Mask) -> int:
-    """How many of these are true before the first that is not."""
+    """Return the number of leading True values."""
     return len(has) if has.all() else int(has.argmin())
 
 
 def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as half-open intervals."""
+    """Return ascending numbers as half-open intervals."""
     if not indices:
         return []
     if indices[-1] - indices[0] + 1 == len(indices):
@@ -113,6 +113,7 @@ def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def slices_of(value: torch.Tensor, indices: Sequence[int], page_size: int) -> list[torch.Tensor]:
-    """The slots or states of the pages `indices`, ascending, of `value`: int64 `[pages * page_size]`. Slices share the
-    memory of `value`; an index by an array would copy the array to a GPU, which waits for the forward pass."""
+    """Return the slots or states of the pages `indices`, ascending, as slices of `value`, int64 `[pages * page_size]`.
+    Slices share the memory of `value`. Indexing by an array would copy the array to the GPU and wait for the forward
+    pass."""
     return [value[start * page_size : end * page_size] for start, end in spans(indices)]

@@ -1,4 +1,4 @@
-"""Why admitted prompts are computed: the tokens that no tier served, by reason."""
+"""The reasons for which tokens of admitted prompts are computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hicache.metrics import Metrics
 from hicache.pages.misses import MISS_HELP, USABLE, MissReason, count
 from hicache.pages.table import names_of
 
-# Pages [start, end) of a prompt that a tier has, and why they are not used: a `MissReason`, or `USABLE`.
+# Pages [start, end) of a prompt that a tier has, and the reason for which they are not used: a `MissReason`, or
+# `USABLE`.
 Unused = tuple[int, int, int]
 
 _HELP = {reason.label: text for reason, text in MISS_HELP.items()} | {
@@ -20,11 +21,11 @@ _HELP = {reason.label: text for reason, text in MISS_HELP.items()} | {
 
 
 class Misses:
-    """Owned by the scheduler thread. `watch`: knows the fates of pages that the host evicted; None without a host
-    tier."""
+    """Counts missed tokens by reason. Owned by the scheduler thread. `watch`: records the reasons of host pages; None
+    without a host tier."""
 
     def __init__(self, metrics: Metrics, page_tokens: int, watch: HostWatch | None) -> None:
-        self._page_tokens, self._fates = page_tokens, None if watch is None else watch.fates
+        self._page_tokens, self._miss_reasons = page_tokens, None if watch is None else watch.miss_reasons
         self._counters = {
             label: metrics.counter(
                 f"admit.{label}_missed_tokens",
@@ -36,7 +37,8 @@ class Misses:
         }
 
     def count(self, lease: Lease, in_stores: Sequence[Unused]) -> None:
-        """Note and count the computed tokens of a lease. `in_stores`: pages that stores have and that were not read."""
+        """Count the computed tokens of a lease by reason. `in_stores`: pages that stores have and that were not
+        read."""
         page = self._page_tokens
         in_memory = (
             lease.cached_len // page,
@@ -49,15 +51,15 @@ class Misses:
                 self._counters[label].value += num_tokens
 
     def of(self, keys: Sequence[bytes], cached_len: int, num_tokens: int, unused: Sequence[Unused]) -> dict[str, int]:
-        """Tokens [cached_len, num_tokens) of a prompt by reason; `keys`: of its complete pages."""
-        if self._fates is None:
+        """Return the tokens [cached_len, num_tokens) of a prompt by reason. `keys`: keys of its complete pages."""
+        if self._miss_reasons is None:
             return {"unknown": num_tokens - cached_len}
         first = cached_len // self._page_tokens
-        reasons = self._fates.reasons(names_of(keys[first:]))
+        reasons = self._miss_reasons.reasons(names_of(keys[first:]))
         for start, end, reason in unused:
             reasons[max(0, start - first) : max(0, end - first)] = reason
         if len(reasons) and reasons[0] == USABLE:
-            reasons[0] = MissReason.EVICTED  # its window or state
+            reasons[0] = MissReason.EVICTED  # the page is in memory, so its window or state is missing
         missed = {reason.label: num * self._page_tokens for reason, num in count(reasons).items()}
         tail = num_tokens - cached_len - len(reasons) * self._page_tokens
         return {**missed, "tail": tail} if tail > 0 else missed

@@ -1,4 +1,4 @@
-"""Movements between tiers: their copies, and the poll that applies the results."""
+"""The base classes of movements between tiers, and of their copies."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _numbers = itertools.count(1)
 
 
 class PromptRows(NamedTuple):
-    """Pages of a prompt on the host: their rows, and which pages they are, ascending."""
+    """Pages of a prompt on the host: their rows, and their indices in the prompt, ascending."""
 
     rows: Rows
     pages: Rows
 
     def between(self, start: int, end: int) -> PromptRows:
-        """Those of pages [start, end)."""
+        """Return those with indices in [start, end)."""
         first, last = np.searchsorted(self.pages, (start, end))
         return PromptRows(self.rows[first:last], self.pages[first:last])
 
 
 class Copy:
-    """Operations that belong together, one a component: done when all are, failed when one is."""
+    """One transfer operation per component. The copy is done when all operations are, and failed if one is."""
 
     def __init__(self) -> None:
         self.operations: list[TransferOp] = []
@@ -70,7 +70,7 @@ class Copy:
         return all(op.is_undelayed for op in self.operations)
 
     def seconds(self) -> float:
-        """Of the longest."""
+        """Return the seconds of the longest operation."""
         longest_s = 0.0
         for op in self.operations:
             longest_s = max(longest_s, op.seconds())
@@ -78,13 +78,13 @@ class Copy:
 
 
 class Load(Copy):
-    """A load in flight of `pages` of the host, which it has locked, for the prefix of `prompt` that ends with `node`.
-    `brings`: the rows of the tree that it writes, by component, in whose columns it is known by `number`.
+    """A load in flight of host `pages`, which it locks, for the prefix of `prompt` that ends with `node`. `brings`: the
+    rows of the tree that it writes, by component; the column `load` of these rows has its `number`.
 
-    `readers`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last of
-    them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `load_ids`: its
-    number in the layer counter, `orphan_states`: values, by component, that left a lease or the tree before the load
-    had written to them.
+    `readers`: the number of leases and later loads that read its pages. The slots of a failed load (`orphans`) are not
+    reused before the last reader has ended. `depends_on`: loads in flight that this load continues; it fails with them.
+    `load_ids`: its numbers in the layer counters. `orphan_states`: values that a lease or the tree freed before the
+    load had written them.
     """
 
     def __init__(
@@ -103,57 +103,58 @@ class Load(Copy):
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed; of a load that failed with another, why that did. Final after `wait_outcome`."""
+        """The error of the load, or of the load with which it failed. Final after `wait_outcome`."""
         below = (load.error for load in self.depends_on)
         return self._cause or super().error or next((error for error in below if error is not None), None)
 
     def complete(self) -> None:
-        """It has ended, and so has all that it depends on."""
+        """Mark the load as ended. All loads that it depends on have ended."""
         self._cause, self.depends_on, self.completed = self.error, (), True
 
 
 class Movement(ABC):
-    """A part that moves pages and states between tiers, and ends later than it began. Scheduler thread.
+    """A movement of pages and states between tiers by asynchronous operations. Scheduler thread.
 
-    `is_torn`: what had ended was applied in part, so something counts as under way that never ends.
+    `is_partly_applied`: an error interrupted `poll` while it applied results, so some operations may count as in flight
+    forever.
     """
 
-    is_torn = False
+    is_partly_applied = False
 
     @abstractmethod
     def poll(self) -> bool:
-        """Apply what has ended; whether there was anything. Never blocks."""
+        """Apply operations that have ended. Returns whether there were any. Never blocks."""
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether anything has not ended."""
+        """Whether any operation has not ended."""
 
-    def wait(self) -> None:  # noqa: B027 - most have nothing to wait for
-        """Block until the copies that were submitted have ended. They still have to be applied."""
+    def wait(self) -> None:  # noqa: B027 - most movements have nothing to wait for
+        """Block until all submitted copies have ended. `poll` still has to apply them."""
 
     def device_locks(self, component: Component) -> Iterable[Rows]:
-        """The locks that this movement holds on pages of the device."""
+        """Yield the device rows that this movement locks."""
         return ()
 
     def loads_read(self) -> Iterable[Load]:
-        """Loads that it reads, which may have failed."""
+        """Return the loads whose pages it reads, including failed ones."""
         return ()
 
     def host_locks(self, component: Component) -> Iterable[Rows]:
-        """The locks that this movement holds on host pages of a component: on pages that it writes, and on pages that
-        must not be evicted meanwhile."""
+        """Yield the host rows of a component that this movement locks: pages that it writes, and pages that must not be
+        evicted now."""
         return ()
 
 
-def settle(movements: Sequence[Movement], patience_s: float) -> None:
-    """Poll until nothing is under way. InvariantError if nothing ends for `patience_s`."""
-    landed_s = time.monotonic()
-    while time.monotonic() - landed_s < patience_s:
+def settle(movements: Sequence[Movement], timeout_s: float) -> None:
+    """Poll until no movement has operations in flight. Raises InvariantError if no operation ends for `timeout_s`."""
+    ended_s = time.monotonic()
+    while time.monotonic() - ended_s < timeout_s:
         for movement in movements:
             movement.wait()
-        has_landed = [movement.poll() for movement in movements]
-        if any(has_landed):
-            landed_s = time.monotonic()
+        has_ended = [movement.poll() for movement in movements]
+        if any(has_ended):
+            ended_s = time.monotonic()
         elif any(movement.is_busy() for movement in movements):
             time.sleep(0.0005)
         else:

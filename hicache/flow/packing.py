@@ -1,4 +1,4 @@
-"""How well the pages of a component pack: how many did not fit, counted, and said once if these are too many."""
+"""Counts pages that do not fit packed, and logs one warning if there are too many."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MIN_JUDGED_PAGES = 1000
 
 
 def are_too_many(num_misfits: float, num_packed: float) -> bool:
-    """Whether packing is of little use: too many of the packed pages or chunks did not fit."""
+    """Whether too many of the packed pages or chunks did not fit."""
     return num_packed >= _MIN_JUDGED_PAGES and num_misfits > _MAX_MISFITS_SHARE * num_packed
 
 
 class Packing:
-    """Counts, of a component whose host pages are packed, those that do not fit. Scheduler thread."""
+    """Counts the packed pages of one component, and the pages that do not fit. Scheduler thread."""
 
     def __init__(self, component: Component, metrics: Metrics, num_raw: Callable[[], int]) -> None:
-        """`num_raw`: of its host pages now, those in two places."""
-        self._component, self._is_told = component, False
+        """`num_raw`: returns the present number of raw pages on the host, which take two host pages each."""
+        self._component, self._is_logged = component, False
         prefix = "packing" if component == FULL else f"packing_{component}"
         self._packed, self._misfits, self._dropped = (
             metrics.counter(f"{prefix}.{name}_pages", help, f"packing_{name}_pages", component=component)
@@ -34,7 +34,7 @@ class Packing:
                 ("dropped", "of those, pages that were not backed up because the host had no second page to give"),
             )
         )
-        help = "pages that are in two places of the host, raw, and in no store"
+        help = "raw pages, which take two host pages and are in no store"
         metrics.gauge(f"{prefix}.raw_pages", help, num_raw, "packing_raw_pages", component=component)
 
     def count(self, num_pages: int, num_misfits: int) -> None:
@@ -42,8 +42,8 @@ class Packing:
         self._packed.value += num_pages
         self._misfits.value += num_misfits
         packed, misfits = self._packed.value, self._misfits.value
-        if not self._is_told and are_too_many(misfits, packed):
-            self._is_told = True
+        if not self._is_logged and are_too_many(misfits, packed):
+            self._is_logged = True
             log.warning(
                 "%d of %d pages of component %s do not fit when packed: each takes two places on the host, and no "
                 "store gets it; set kv_packing=off",

@@ -1,4 +1,5 @@
-"""The pages of a prompt and their keys, which are made once and kept while its request waits, and events of pages."""
+"""The pages of a prompt with their keys, which are computed once and kept while the request waits; and the events of
+host pages."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 from hicache.metrics import Metrics
 from hicache.pages.events import EventLog
 from hicache.pages.key import Tokens
-from hicache.pages.misses import EvictedAges, Fates, MissReason
+from hicache.pages.misses import EvictedAges, MissReason, MissReasons
 from hicache.pages.names import PageNames, PromptPages
 from hicache.pages.states import ABOVE, RAW, TierPages
 from hicache.pages.table import Rows
@@ -19,11 +20,12 @@ from hicache.pages.tree_results import Match
 from hicache.tiers import FULL, Component
 
 _MAX_KEPT_BYTES = 256 << 20
-_PAGE_BYTES = 256  # about what the keys of a page take: of full attention, and of one other component
+_PAGE_BYTES = 256  # approximate memory of the keys of one page: full attention and one other component
 
 
 class Prompt:
-    """The whole pages of `tokens`, by index from 0, and their keys. `match`: what the tree has of it now."""
+    """The complete pages of `tokens`, by index from 0, and their keys. `match`: the tree's present match of the
+    prompt."""
 
     def __init__(self, names: PageNames, tokens: Tokens, namespace: str, match: Match) -> None:
         self.tokens, self.namespace = tokens, namespace
@@ -31,7 +33,7 @@ class Prompt:
         self._of_component: dict[tuple[Component, int], bytes] = {}
 
     def key(self, component: Component, index: int) -> bytes:
-        """Under which what a component has of a page is known."""
+        """Return the key of a page of a component."""
         if component == FULL:
             return self.keys[index]
         found = self._of_component.get((component, index))
@@ -41,7 +43,7 @@ class Prompt:
         return found
 
     def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
-        """The keys of pages, ascending."""
+        """Return the keys of the pages `indices`, ascending."""
         if component != FULL:
             return [self.key(component, index) for index in indices]
         if not indices:
@@ -51,18 +53,18 @@ class Prompt:
         return [self.keys[index] for index in indices]
 
     def event_pages(self, start: int, end: int) -> PromptPages:
-        """Pages [start, end), for events."""
+        """Return pages [start, end) as events report them."""
         return PromptPages(self.keys, None, self.tokens, self.namespace).part(start, end)
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes of memory, when all its keys are made."""
+        """The approximate memory of the prompt with all keys."""
         return self.tokens.nbytes + _PAGE_BYTES * (1 + len(self.keys))
 
 
 class Prompts:
-    """The prompts of requests that wait to be admitted, or are computed while stores are read; of `max_bytes`, those
-    used last, and at least one. Owned by the scheduler thread."""
+    """The prompts of requests that wait, or that are computed while their pages are read. Keeps the most recently used
+    prompts, up to `max_bytes` and at least one. Owned by the scheduler thread."""
 
     def __init__(self, tree: RadixTree, max_bytes: int = _MAX_KEPT_BYTES) -> None:
         self._tree, self._max_bytes = tree, max_bytes
@@ -70,23 +72,25 @@ class Prompts:
         self._num_bytes = 0
 
     def of(self, tokens: Tokens, namespace: str, match: Match, request_id: str | None = None) -> Prompt:
-        """Of the whole pages of `tokens`, of which the tree has `match`. Kept for the request, if there is one."""
+        """Return the prompt of the complete pages of `tokens`. `match`: the tree's match of the prompt. The prompt is
+        kept for `request_id`, if given."""
         tree = self._tree
-        whole = tokens[: len(tokens) // tree.page_size * tree.page_size]
+        full_pages = tokens[: len(tokens) // tree.page_size * tree.page_size]
         prompt = None if request_id is None else self._by_request.get(request_id)
-        if prompt is None or prompt.namespace != namespace or not np.array_equal(prompt.tokens, whole):
-            prompt = Prompt(tree.names, whole.copy(), namespace, match)
+        if prompt is None or prompt.namespace != namespace or not np.array_equal(prompt.tokens, full_pages):
+            prompt = Prompt(tree.names, full_pages.copy(), namespace, match)
         if request_id is not None:
             self._keep(request_id, prompt)
         return prompt
 
     def forget(self, request_id: str) -> None:
-        """The request waits no more, and nothing is read for it."""
+        """Drop the prompt of a request that no longer waits and for which no page is read."""
         prompt = self._by_request.pop(request_id, None)
         self._num_bytes -= 0 if prompt is None else prompt.num_bytes
 
     def _keep(self, request_id: str, prompt: Prompt) -> None:
-        """Keep a prompt as the one used last, and forget older ones: a refused request may never be cancelled."""
+        """Keep a prompt as the most recently used one, and drop older ones, because a refused request may never be
+        cancelled."""
         if self._by_request.get(request_id) is not prompt:
             self.forget(request_id)
             self._num_bytes += prompt.num_bytes
@@ -99,14 +103,16 @@ log = logging.getLogger(__name__)
 
 
 class HostWatch:
-    """Counts full pages that leave the host and tells events of them. With events it keeps of each page on the host, or
-    on its way there, what these need."""
+    """Counts full pages that the host evicts, and reports them to the event log. With events, it keeps the tokens of
+    each page on the host or in flight to it."""
 
     def __init__(self, metrics: Metrics, page_tokens: int, *, has_stores: bool, events: EventLog | None) -> None:
         self._page_tokens, self._has_stores, self._events = page_tokens, has_stores, events
-        self._is_told = False
-        self.fates, self._ages = Fates(), EvictedAges(metrics, "host")
-        self._kept: dict[bytes, tuple[PromptPages, int]] = {}  # by key: pages that came together, and which of them
+        self._is_logged = False
+        self.miss_reasons, self._ages = MissReasons(), EvictedAges(metrics, "host")
+        self._kept: dict[
+            bytes, tuple[PromptPages, int]
+        ] = {}  # by key: the pages added with it, and its index among them
         self._demoted, self._lost = (
             metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
             for outcome, help in (
@@ -116,19 +122,19 @@ class HostWatch:
         )
 
     def note(self, pages: PromptPages, keys: Iterable[bytes]) -> None:
-        """Those of `pages` that have one of `keys` are on their way to the host. Their tokens are copied: those of the
-        prompt go with it."""
+        """Record that the pages with `keys` are in flight to the host. Their tokens are copied, because the prompt's
+        array may be freed."""
         if self._events is not None:
-            pages, coming = pages._replace(tokens=pages.tokens.copy()), {*keys}
-            self._kept.update((key, (pages, at)) for at, key in enumerate(pages.keys) if key in coming)
+            pages, is_arriving = pages._replace(tokens=pages.tokens.copy()), {*keys}
+            self._kept.update((key, (pages, at)) for at, key in enumerate(pages.keys) if key in is_arriving)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """These did not come."""
+        """Drop pages that did not arrive."""
         for key in keys if self._kept else ():
             del self._kept[key]
 
-    def told(self, keys: Sequence[bytes]) -> list[PromptPages]:
-        """The pages of `keys` as events describe them, one entry for consecutive pages; empty without events."""
+    def announced(self, keys: Sequence[bytes]) -> list[PromptPages]:
+        """Return the pages of `keys` as events report them, one entry for consecutive pages; empty without events."""
         found = list[tuple[PromptPages, int, int]]()
         for key in keys if self._kept else ():
             pages, at = self._kept[key]
@@ -139,14 +145,14 @@ class HostWatch:
         return [pages.part(start, end) for pages, start, end in found]
 
     def left(self, pages: TierPages, rows: Rows) -> None:
-        """Note that the host is about to evict `rows`. A page that the device has as well is not lost."""
+        """Record that the host is about to evict `rows`. A page that is also on the device is not lost."""
         rows_lost = rows[~pages.has(rows, ABOVE)]
         is_stored = (pages.stored[rows_lost] != 0) & ~pages.has(rows_lost, RAW)
         num_stored = int(np.count_nonzero(is_stored))
-        if self._has_stores and not self._is_told and (pages.stored[rows_lost] == 0).any():
-            self._is_told = True
+        if self._has_stores and not self._is_logged and (pages.stored[rows_lost] == 0).any():
+            self._is_logged = True
             log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
-        self.fates.note(pages.table.name[rows_lost], MissReason.EVICTED)
+        self.miss_reasons.note(pages.table.name[rows_lost], MissReason.EVICTED)
         self._ages.observe(pages.order.at, rows_lost)
         self._demoted.value += num_stored * self._page_tokens
         self._lost.value += (len(rows_lost) - num_stored) * self._page_tokens

@@ -1,48 +1,48 @@
-"""Reads of stores: pages that are read to the host for requests before their admission, or while they are computed.
+"""Reads from stores: pages are read to the host for requests that wait for admission, or that are being computed.
 
-Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event takes it to the next stage:
+Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event moves it to the next stage:
 
     | event          | from        | to          | action              |
     |----------------|-------------|-------------|---------------------|
-    | BEGIN          | QUEUED      | ASKING      | look_up             |
-    | BEGIN          | POSTPONED   | ASKING      | look_up             |
-    | ANSWERED       | ASKING      | READING     | plan                |
+    | BEGIN          | QUEUED      | LOOKING_UP  | look_up             |
+    | BEGIN          | DEFERRED    | LOOKING_UP  | look_up             |
+    | ANSWERED       | LOOKING_UP  | READING     | plan                |
     | ANSWERED       | OVERLAPPING | OVERLAPPING | plan                |
-    | LANDED         | READING     | READING     | advance             |
-    | LANDED         | OVERLAPPING | OVERLAPPING | advance             |
-    | RETRY          | READING     | ASKING      | restart             |
+    | ARRIVED        | READING     | READING     | advance             |
+    | ARRIVED        | OVERLAPPING | OVERLAPPING | advance             |
+    | RETRY          | READING     | LOOKING_UP  | restart             |
     | RETRY          | OVERLAPPING | OVERLAPPING | restart             |
-    | LACKS_PAGES    | ASKING      | POSTPONED   | postpone            |
-    | LACKS_PAGES    | READING     | POSTPONED   | postpone            |
+    | LACKS_PAGES    | LOOKING_UP  | DEFERRED    | defer               |
+    | LACKS_PAGES    | READING     | DEFERRED    | defer               |
     | LACKS_PAGES    | OVERLAPPING | OVERLAPPING | stop_reading        |
-    | EXHAUSTED      | ASKING      | ENDED       | complete            |
+    | EXHAUSTED      | LOOKING_UP  | ENDED       | complete            |
     | EXHAUSTED      | READING     | ENDED       | complete            |
     | EXHAUSTED      | OVERLAPPING | OVERLAPPING | stop_reading        |
-    | ADMIT          | ASKING      | OVERLAPPING | overlap             |
+    | ADMIT          | LOOKING_UP  | OVERLAPPING | overlap             |
     | ADMIT          | READING     | OVERLAPPING | overlap             |
     | JOIN           | OVERLAPPING | OVERLAPPING | join                |
     | CANCEL         | QUEUED      | ENDED       | forget              |
-    | CANCEL         | ASKING      | ENDED       | forget              |
+    | CANCEL         | LOOKING_UP  | ENDED       | forget              |
     | CANCEL         | READING     | ENDED       | forget              |
-    | CANCEL         | POSTPONED   | ENDED       | forget              |
+    | CANCEL         | DEFERRED    | ENDED       | forget              |
     | CANCEL         | OVERLAPPING | ENDED       | forget              |
 
 An action may apply the next event. All other pairs of stage and event raise `InvariantError`.
 
-A job knows which requests wait for which of its pages. So a request waits for pages that other requests read, and
-queues jobs only for the rest. The last request that leaves a job cancels it, and its pages may be read again at once. A
-share of the host pool bounds the pages that are read for requests before their admission.
+Each job has a list of the requests that wait for its pages. A request that needs pages of a job waits for this job, and
+queues jobs only for its other pages. If no request waits for a job any more, the job is cancelled, and its pages may be
+read again at once. A share of the host pool bounds the pages that are read before admission.
 
-The read list of a request is sorted: from the beginning of its prompt, or from the end if the prompt is computed from
-its beginning meanwhile (an overlapped prefill):
+The read list of a request is sorted from the beginning of its prompt. For an overlapped prefill, which computes the
+prompt from its beginning while pages are read, it is sorted from the end:
 
     [0, computed_end)          on the device, computed or loaded
     [computed_end, missing[0]) on the host; `join` loads these pages once they continue the computed ones
     [missing)                  not yet on the host: read from the right, computed from the left
     [missing[1], end)          on the host, waiting for the pages before them
 
-Computing and reading meet where the next page is on the host or is computed. A store that reads slowly, or stalls,
-leaves more pages to compute, and no request waits for it. docs/decisions/050-compute-while-pages-are-read.md.
+Computing and reading meet where the next page is on the host or is being computed. If a store is slow or stalls, more
+pages are computed, and no request waits for the store. docs/decisions/050-compute-while-pages-are-read.md.
 """
 
 from __future__ import annotations
@@ -94,37 +94,40 @@ from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 log = logging.getLogger(__name__)
 
-# Without news, a poll looks at the active requests after this number of polls. The time between two turns in which a
-# poll compares waiting with computing again.
+# If nothing has changed, only one of this number of polls visits the active requests. The time between two polls that
+# compare waiting with computing again.
 _LOOK_POLLS, _TURN_S = 16, 0.002
-# Bounds of one step, so that it ends soon: active requests, and tokens of prompts whose keys are computed; jobs and
-# pages that are queued; requests that compare waiting with computing again. Passes make steps long, so a preemptible
-# request has the bounds of several short steps: one for each `_STEP_S` since the last step, from 4 to `_MOST_STEPS`.
+# Bounds of one poll, so that it ends soon: active requests; tokens whose keys are computed; jobs and pages that are
+# queued; requests that compare waiting with computing again. While a preemptible request is computed, polls are rare
+# because passes are long. Its bounds are multiplied by the time since the last poll in units of `_STEP_S`, from 4 to
+# `_MOST_STEPS`.
 _MAX_ACTIVE, _MAX_STARTED_TOKENS, _MAX_JOBS, _MAX_PAGES, _MAX_CHOSEN = 64, 64 << 10, 6, 128, 64
 _STEP_S, _MOST_STEPS = 0.005, 16
 _MOST_PAGES = _MOST_STEPS * _MAX_PAGES
-# The time between two attempts to begin with a postponed request.
+# The time between two attempts to start a deferred request.
 _RETRY_S = 0.05
-# The first job of each reader while the rate of a store is unknown: it measures the rate, soon if the store is slow.
+# The size of the first job of each reader while the rate of a store is unknown. A small job measures even a slow store
+# soon.
 _GAUGE_BYTES = 8 << 20
-# The time of one job at most, because its reader begins no other job before.
+# The longest time of one job, because its reader starts no other job before its end.
 _MAX_JOB_S = 0.25
-# The least number of jobs of an overlapped prompt, or of pages that both stores have.
+# The smallest number of jobs for an overlapped prompt, or for pages that both stores have.
 _LEAST_JOBS = 16
-# Jobs of a store, urgent ones and background ones each: work of several steps for its readers.
+# The most urgent jobs, and the most background jobs, in flight at a store: enough for its readers until the next polls.
 _MAX_IN_FLIGHT = 32
-# The remote tier is asked for pages of the disk too if there are at least this number of pages, unless its rate is
-# below this share of the rate of the disk.
+# Pages of the disk are looked up in the remote store too if there are this number of pages, and if the remote store is
+# not slower than this share of the disk's rate.
 _LEAST_SHARED_PAGES, _LEAST_REMOTE_SHARE = 32, 1 / 8
-# A pass costs as much for few tokens as for some, so an overlapped pass computes `_LEAST_PASS_PAGES` or more, and fewer
-# than `_LEAST_OVERLAP_PAGES` missing pages are loaded or computed without overlap. So they are if less than
-# `_LEAST_COMPUTED_SHARE` of them would be computed: no pass can be stopped, and a fast store ends before the pass does.
+# A pass has a minimum cost. So an overlapped pass computes at least `_LEAST_PASS_PAGES`, and a prompt with fewer than
+# `_LEAST_OVERLAP_PAGES` missing pages is not overlapped. It is not overlapped either if less than
+# `_LEAST_COMPUTED_SHARE` of its pages would be computed: a pass cannot be stopped, and a fast store would be ready
+# before the pass ends.
 _LEAST_PASS_PAGES, _LEAST_OVERLAP_PAGES, _LEAST_COMPUTED_SHARE = 8, 32, 1 / 6
-# The wait for answers of stores if computing delays no other request, as a share of the time of computing.
+# The longest wait for lookups if computing delays no other request, as a share of the computing time.
 _ANSWER_SHARE = 0.02
-# The factor by which a wait that has begun may cost more than computing.
-_PATIENCE = 2.0
-# Where a page is, in addition to the bits of stores, see `LookupResults`.
+# The factor by which a wait in progress may take longer than computing.
+_TOLERANCE = 2.0
+# Locations of a page in addition to the bits of stores, see `LookupResults`.
 _NO_STORES = np.empty(0, np.uint8)
 _READ, _IN_MEMORY, _STORES = np.uint8(0x40), np.uint8(0x80), np.uint8(DISK.bit | REMOTE.bit)
 _ARRIVAL, _BIT, _IS_URGENT = attrgetter("arrival"), attrgetter("bit"), attrgetter("is_urgent")
@@ -135,52 +138,52 @@ class Stage(IntEnum):
     """The stage of a prefetch."""
 
     QUEUED = auto()  # Too many requests are active.
-    ASKING = auto()  # Stores look up its pages.
-    READING = auto()  # Its pages are read to the host.
-    POSTPONED = auto()  # The host has no free pages for it.
-    OVERLAPPING = auto()  # It is computed from its beginning while pages are looked up and read from its end.
+    LOOKING_UP = auto()  # Stores look up its pages.
+    READING = auto()  # Stores read its pages to the host.
+    DEFERRED = auto()  # It waits for free host pages.
+    OVERLAPPING = auto()  # It is computed from its beginning while stores read pages from its end.
     ENDED = auto()
 
 
-_QUEUED_STAGES = (Stage.QUEUED, Stage.POSTPONED)
+_QUEUED_STAGES = (Stage.QUEUED, Stage.DEFERRED)
 
 
 class Event(IntEnum):
     """An event in the life of a prefetch."""
 
-    BEGIN = auto()  # Fewer requests are active now.
-    ANSWERED = auto()  # All stores that were asked have answered, or none need be asked.
-    LANDED = auto()  # A job ended, or pages of the read list arrived by other jobs.
-    RETRY = auto()  # Pages did not arrive, or host pages are free for the rest.
-    LACKS_PAGES = auto()  # No host page is free for it, and nothing of it is in flight.
+    BEGIN = auto()  # The number of active requests is below its bound.
+    ANSWERED = auto()  # All lookups have been answered, or no lookup is necessary.
+    ARRIVED = auto()  # A job ended, or jobs of other requests read pages of the read list.
+    RETRY = auto()  # A read failed, or host pages are free for the remaining pages.
+    LACKS_PAGES = auto()  # It has no free host page and no job in flight.
     EXHAUSTED = auto()  # No further page arrives.
-    ADMIT = auto()  # The request has a lease, and is computed while its pages arrive.
-    JOIN = auto()  # Pages that arrived were loaded behind the computed ones.
-    CANCEL = auto()  # The request was admitted and reads no further, or is gone.
+    ADMIT = auto()  # The request was admitted, and is computed while its pages arrive.
+    JOIN = auto()  # Pages that arrived are being loaded to the device after the computed ones.
+    CANCEL = auto()  # The request was admitted without overlap, or was cancelled.
 
 
 _Where = npt.NDArray[np.uint8]
-_Indices = npt.NDArray[np.int64]  # of pages in their prompt, ascending unless something else is stated
-_Asked = dict[Component, _Indices]
+_Indices = npt.NDArray[np.int64]  # of pages in their prompt, ascending unless stated otherwise
+_Queried = dict[Component, _Indices]
 
 
 @dataclass(eq=False, slots=True)
 class ReadList:
-    """Pages of a component that a request has to read, in reading order: their `rows`, and the set of `stores` that
-    have each page; 0: a read in flight loads it."""
+    """The pages of a component that a request has to read, in reading order: their `rows`, and a bit set of the
+    `stores` that have each page; 0: a job in flight reads it."""
 
     rows: Rows
     stores: _Where
 
 
 class LookupResults:
-    """Where the pages of a prompt are, by the answers of stores so far.
+    """The locations of the pages of a prompt, by the lookups answered so far.
 
     [0, num_usable)          memory serves these pages, for all components
     [num_usable, num_pages)  stores are asked for windows and states of these pages too
 
-    `may_share`: whether the request may wait for a page that is read. `where[component][page]`: `_IN_MEMORY`, `_READ`,
-    or the bits of stores; 0: no store is known to have it.
+    `may_share`: returns for each page whether the request may wait for the job that reads it. `where[component][page]`:
+    `_IN_MEMORY`, `_READ`, or the bits of the stores that have the page; 0: no store is known to have it.
     """
 
     def __init__(self, memory: Located, may_share: Callable[[CacheComponent, Rows], Mask] | None = None) -> None:
@@ -207,27 +210,27 @@ class LookupResults:
 
     @property
     def full_end(self) -> int:
-        """The end of the full pages that memory has, or that may arrive, without a gap."""
+        """The end of the full pages, without a gap, that are in memory or may arrive."""
         return first_gap(self.full != 0)
 
-    def unknown(self) -> _Asked:
-        """The pages that no store is known to have, by component; empty if there are none."""
-        asked = _Asked()
+    def unknown(self) -> _Queried:
+        """Return the pages that no store is known to have, by component."""
+        queried = _Queried()
         for name, where in self.where.items():
             if len(pages := np.flatnonzero(where == 0)):
-                asked[name] = pages
-        return asked
+                queried[name] = pages
+        return queried
 
-    def keys_of(self, asked: _Asked) -> tuple[bytes, ...]:
+    def keys_of(self, queried: _Queried) -> tuple[bytes, ...]:
         keys = list[bytes]()
-        for name, pages in asked.items():
+        for name, pages in queried.items():
             keys += self.memory.prompt.keys_of(name, pages.tolist())
         return tuple(keys)
 
-    def add(self, store: Store, asked: _Asked, ok: Sequence[bool]) -> None:
-        """Record the answer of a store: it has those of the `asked` pages that are `ok`."""
+    def add(self, store: Store, queried: _Queried, ok: Sequence[bool]) -> None:
+        """Record the answer of a store. `ok`: whether it has each of the `queried` pages."""
         is_stored, start = np.array(ok, np.bool_), 0
-        for name, pages in asked.items():
+        for name, pages in queried.items():
             self.where[name][pages[is_stored[start : start + len(pages)]]] |= store.bit
             start += len(pages)
 
@@ -239,23 +242,23 @@ class LookupResults:
         return lacks
 
     def end_with(self, num_pages: int) -> int:
-        """`full_end` if stores read only the first `num_pages`."""
+        """Return `full_end` if stores may read only `num_pages` pages."""
         stored = np.flatnonzero(self.full & _STORES)
         return self.full_end if len(stored) <= num_pages else min(int(stored[num_pages]), self.full_end)
 
     def usable_end(self, limit: int) -> int:
-        """The longest prefix of at most `limit` pages that all components can use, with the pages that may arrive; at
-        most `num_usable` if these add nothing."""
+        """Return the longest prefix of at most `limit` pages that all components can use if all possible pages arrive.
+        If they add nothing, it is at most `num_usable`."""
         return self.memory.last_end(limit, min(limit, self.num_usable), self._has)
 
     def num_arriving(self, end: int) -> int:
-        """The number of full pages below `end` that may arrive."""
+        """Return the number of full pages before `end` that may arrive."""
         return int(np.count_nonzero(self.full[:end] & ~_IN_MEMORY))
 
     def to_read(self, component: CacheComponent, end: int) -> _Indices:
-        """The pages that may arrive and that a prefix of `end` pages needs."""
+        """Return the pages that may arrive and that a prefix of `end` pages needs."""
         first = 0
-        if component.name != FULL:  # the last page of an optional component
+        if component.name != FULL:  # an optional component needs only its last pages
             first = min(component.first_required(end), end - 1) if end > self.num_usable else end
         return first + np.flatnonzero(self.where[component.name][first:end] & ~_IN_MEMORY)
 
@@ -264,19 +267,19 @@ class LookupResults:
 
 
 def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
-    """Tokens that the disk adds to the prefix in memory, tokens that the remote tier adds to both, and whether all
-    stores answered within `wait_s`. No side effect."""
+    """Return the tokens that the disk adds to the prefix in memory, the tokens that the remote store adds to both, and
+    whether all stores answered within `wait_s`. Changes nothing."""
     located, until_s, all_known = LookupResults(memory), time.monotonic() + wait_s, True
     for store, tier in memory.context.stores.items():
-        asked = located.unknown()
-        done = tier.find((), max(0.0, until_s - time.monotonic()), located.keys_of(asked))
+        queried = located.unknown()
+        done = tier.find((), max(0.0, until_s - time.monotonic()), located.keys_of(queried))
         if done is None:
             all_known = False
         else:
-            located.add(store, asked, done.others)
+            located.add(store, queried, done.others)
     end = located.usable_end(located.full_end)
     stores, num_pages = located.full[located.num_usable : end], Counter[Store]()
-    for store in memory.context.stores:  # no page was found in two
+    for store in memory.context.stores:  # each page was found in one store only
         num_pages[store] = int(np.count_nonzero(stores & store.bit))
     # Stores may add windows or states to full pages that memory has.
     others = memory.context.components[1:]
@@ -290,26 +293,27 @@ def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
 
 @dataclass(eq=False, slots=True)
 class PendingPrefetch:
-    """A request with a prefetch. `stage` alone says how far it is; `Prefetcher.apply` alone changes `stage`.
+    """A request with a prefetch. Only `Prefetcher.apply` changes its `stage`.
 
-    `is_urgent`: it waits for its pages, or would if computing it delayed other requests.
+    `is_urgent`: the request waits for its pages, or would wait if computing it delayed other requests.
 
-    `located`: where its pages are, from its first lookup until it is queued again. `lookup`: the job of a store that
-    it waits for. `num_asked_stores`: in the order of `StoreJobs`. `read_list`: pages to read that no job reads yet, by
-    component; no part is empty. `awaited`: full pages that have not arrived, in reading order, and `missing`: the
-    pages [start, end) around them. `named`: rows of its pages that it holds; `rows`: those of the full pages from page
-    `first` on. `waited`: pages in flight that it waits for, and `jobs`: their jobs, for whichever request they were
-    queued. `locked`: pages of the host that its pages continue.
+    `located`: the locations of its pages, from its first lookup until it is queued again. `lookup`: the lookup in
+    flight for which it waits. `num_queried_stores`: the stores that were queried, in the order of `StoreJobs`.
+    `read_list`: pages that no job reads yet, by component; no list is empty. `awaited`: full pages that have not
+    arrived, in reading order; `missing`: the interval [start, end) of pages that has them all. `named`: rows of its
+    pages that it keeps in use; `rows`: those of the full pages from page `first` on. `waited`: pages in flight for
+    which it waits; `jobs`: the jobs that read them, including jobs of other requests. `locked`: host pages before its
+    pages.
 
-    `lease`: of an overlapped prefill; `computed_end`: its pages that are computed, or that the next pass computes.
-    `begun_s`: when its reads began; `num_landed`: full pages that these read.
+    `lease`: the lease of an overlapped prefill; `computed_end`: the end of its pages that are computed, or that the
+    next pass computes. `begun_s`: the time at which its reads began; `num_arrived`: full pages that arrived since then.
 
-    `num_planned`: full pages in the read list. `lacks_host_room`: stores have more pages than the host had free.
-    `has_failed`: a page did not arrive; `was_retried`: the stores were asked again for it. `has_landed`: a page
-    arrived since the stores were asked. `was_postponed`, `has_shared`: for the counters.
+    `num_planned`: full pages in the read list. `lacks_host_pages`: the stores have more pages than the host has free.
+    `has_failed`: a read of a page failed; `was_retried`: its pages were looked up again after that. `has_arrived`: a
+    page arrived since the last lookup. `was_deferred`, `has_coalesced`: for the counters.
 
-    `progress_s`: when the last page arrived. `chosen_s`: when the policy chose to wait, `estimate_s`: for how long, and
-    `num_delayed`: the other requests that computing would have delayed then.
+    `progress_s`: the time at which the last page arrived. `chosen_s`: the time at which the policy chose to wait;
+    `estimate_s`: the estimate of this wait; `num_delayed`: the requests that computing would have delayed at that time.
     """
 
     arrival: int
@@ -322,7 +326,7 @@ class PendingPrefetch:
     stage: Stage = Stage.QUEUED
     located: LookupResults | None = None
     lookup: Lookup | None = None
-    num_asked_stores: int = 0
+    num_queried_stores: int = 0
     read_list: dict[CacheComponent, ReadList] = field(default_factory=dict)
     awaited: _Indices = field(default_factory=NO_ROWS.copy)
     missing: tuple[int, int] = (0, 0)
@@ -336,21 +340,21 @@ class PendingPrefetch:
     lease: Lease | None = None
     computed_end: int = 0
     begun_s: float = 0.0
-    num_landed: int = 0
+    num_arrived: int = 0
     num_planned: int = 0
-    lacks_host_room: bool = False
+    lacks_host_pages: bool = False
     has_failed: bool = False
     was_retried: bool = False
-    has_landed: bool = False
-    has_shared: bool = False
-    was_postponed: bool = False
+    has_arrived: bool = False
+    has_coalesced: bool = False
+    was_deferred: bool = False
     estimate_s: float | None = None
     chosen_s: float | None = None
     num_delayed: int | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of it is in flight or in the read list."""
+        """Whether it has no lookup, no job in flight and an empty read list."""
         return self.lookup is None and not (self.read_list or self.jobs)
 
     @property
@@ -360,8 +364,8 @@ class PendingPrefetch:
 
     @property
     def lacks_end(self) -> bool:
-        """Whether an overlapped prompt lacks windows or states at its end, without which it cannot use full pages. Full
-        pages are read after them."""
+        """Whether an overlapped prompt still lacks windows or states at its end. They are read before full pages, which
+        are of no use without them."""
         if not self.handle.overlaps:
             return False
         if any(component.name != FULL for component in self.read_list):
@@ -373,13 +377,14 @@ class PendingPrefetch:
         self.located = located
         self.num_usable, self.end = located.num_usable, located.num_pages
         self.missing = (first_gap(located.full == _IN_MEMORY), self.end)
-        self.num_asked_stores = 0
-        self.lacks_host_room = self.has_failed = self.has_landed = False
+        self.num_queried_stores = 0
+        self.lacks_host_pages = self.has_failed = self.has_arrived = False
 
     def plan(self, end: int, now_s: float) -> None:
-        """Make the read list of a prefix of `end` pages. Pages still awaited from an earlier list may have arrived."""
+        """Make the read list of a prefix of `end` pages. Pages of an earlier list stay awaited unless they have
+        arrived."""
         assert self.located is not None
-        self.end, self.begun_s, self.num_landed = end, now_s, 0
+        self.end, self.begun_s, self.num_arrived = end, now_s, 0
         self.read_list.clear()
         self.awaited, self.rows = np.sort(self.awaited[self.awaited < end]), NO_ROWS
         for component in self.located.memory.context.components:
@@ -401,8 +406,8 @@ class PendingPrefetch:
         self.missing = (self.missing[0], end)
 
     def to_read(self, component: CacheComponent, rows: Rows) -> None:
-        """Add pages to the read list, which is sorted from the beginning of the prompt, for an overlapped prefill from
-        its end."""
+        """Add pages to the read list, in reading order: from the beginning of the prompt, or from its end for an
+        overlapped prefill."""
         if (part := self.read_list.get(component)) is not None:
             rows = np.concatenate((part.rows, rows))
         rows = rows[np.argsort(component.pages.table.index[rows])]
@@ -416,7 +421,7 @@ class PendingPrefetch:
             part.stores = self.located.where[component.name][component.pages.table.index[part.rows]] & _STORES
 
     def num_to_read(self, component: CacheComponent) -> int:
-        """The number of pages of a component in the read list that a store has."""
+        """Return the number of pages of a component in the read list that a store has."""
         part = self.read_list.get(component)
         return 0 if part is None else int(np.count_nonzero(part.stores))
 
@@ -428,7 +433,7 @@ class PendingPrefetch:
             del self.read_list[component]
 
     def read_elsewhere(self, component: CacheComponent, rows: Rows, store: Store) -> Counts:
-        """Read these pages from the other store in place of `store`. Returns the pages that it lacks."""
+        """Read these pages from the other store instead of `store`. Returns the pages that the other store lacks."""
         assert self.located is not None
         pages = component.pages.table.index[rows]
         is_gone = self.located.lose(component, pages, store)
@@ -437,26 +442,26 @@ class PendingPrefetch:
         return pages[is_gone]
 
     def lock(self, component: CacheComponent, rows: Rows) -> None:
-        """Keep these pages on the host while pages that continue them arrive."""
+        """Lock these host pages while the pages after them arrive."""
         if len(rows):
             component.pages.lock(rows)
             self.locked.setdefault(component, []).append(rows)
 
     def advance(self, full: CacheComponent) -> int:
-        """Remove from `awaited` the pages that have arrived without a gap. Returns their number."""
+        """Remove the pages that have arrived, without a gap, from `awaited`. Returns their number."""
         if len(self.awaited) and not len(self.rows):
             return 0
-        num_landed = first_gap(full.pages.has(self.rows[self.awaited - self.first], HELD | COPY))
-        self.awaited = awaited = self.awaited[num_landed:]
+        num_arrived = first_gap(full.pages.has(self.rows[self.awaited - self.first], HELD | COPY))
+        self.awaited = awaited = self.awaited[num_arrived:]
         self.missing = (int(awaited.min()), int(awaited.max()) + 1) if len(awaited) else (self.end, self.end)
-        self.has_landed |= num_landed > 0
-        return num_landed
+        self.has_arrived |= num_arrived > 0
+        return num_arrived
 
     def release(self) -> None:
-        """Unlock all pages, and hold no rows."""
+        """Unlock all pages and release all rows."""
         for component, parts in self.locked.items():
             rows = np.concatenate(parts[::-1])
-            while len(rows):  # once, unless pages were locked more than once
+            while len(rows):  # repeats only if pages were locked more than once
                 distinct = np.sort(np.unique(rows, return_index=True)[1])
                 component.pages.unlock(rows[distinct])
                 rows = np.delete(rows, distinct)
@@ -471,28 +476,29 @@ class PendingPrefetch:
 
 
 def _in_turn(requests: Iterable[PendingPrefetch]) -> list[PendingPrefetch]:
-    """The order of their jobs: urgent requests first, then by arrival."""
+    """Return requests in the order in which they queue jobs: urgent ones first, then by arrival."""
     return sorted(sorted(requests, key=_ARRIVAL), key=_IS_URGENT, reverse=True)
 
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """A job that asks a store for the `asked` pages of a request. `located`: the results that its answer adds to."""
+    """A job that looks up the `queried` pages of a request in a store. `located`: the results to which its answer is
+    added."""
 
     request: PendingPrefetch
     store: Store
     located: LookupResults
-    asked: _Asked
+    queried: _Queried
     is_awaited: bool
     is_stalled: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class PageRead:
-    """A job that reads pages of a component from a store. `is_urgent`: of an urgent request.
+    """A job that reads pages of a component from a store. `is_urgent`: whether an urgent request queued it.
 
-    `rows`: as they are read; the `ticket` column of a page that was given up names another job, and `disowned` has its
-    place. `requests`: which wait for some of its pages. `landed`: the pages that it has read.
+    `rows`: in reading order. A page that the job dropped has another number in the column `ticket`, and its host page
+    is in `disowned`. `requests`: the requests that wait for its pages. `read_rows`: the pages that it has read.
     """
 
     ticket: int
@@ -501,7 +507,7 @@ class PageRead:
     rows: Rows
     is_urgent: bool
     requests: dict[PendingPrefetch, None]
-    landed: Rows = field(default_factory=NO_ROWS.copy)
+    read_rows: Rows = field(default_factory=NO_ROWS.copy)
     disowned: list[int] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_stalled: bool = False
@@ -511,7 +517,7 @@ class PageRead:
         return len(self.rows) * self.component.host.page_bytes
 
     def is_for(self, request: PendingPrefetch) -> bool:
-        """Whether a request may wait for it: an urgent request waits for no background job."""
+        """Whether a request may wait for this job. An urgent request does not wait for a background job."""
         return self.is_urgent or not request.is_urgent
 
 
@@ -526,26 +532,26 @@ class NextRead(NamedTuple):
 
 
 class _ReadPages(Columns):
-    """`ticket`: the number of the job that reads a page, if its state is READ."""
+    """`ticket`: the number of the job that reads the page, if the page is in state READ."""
 
     fields: ClassVar = {"ticket": (np.int64, 0)}
     ticket: Rows
 
 
 class StoreJobs:
-    """The jobs that stores were given: `lookups` and `reads`, by number, in the order in which they were queued. Owned
-    by the scheduler thread.
+    """The jobs in flight at stores: `lookups` and `reads`, by number, in the order of submission. Owned by the
+    scheduler thread.
 
-    A store counts as fast as its earlier reads, and no faster than its present ones: if its next job is late, each job
-    behind that counts as late. `num_pages`: full pages of all jobs. `num_awaited_lookups`: those for which a request
-    waits, or waited before it was cancelled. `bereft`: requests whose pages a job gave up.
+    The estimated rate of a store is that of its earlier reads, or less: if its next job is late, all jobs after it
+    count as late too. `num_pages`: full pages of all jobs. `num_awaited_lookups`: lookups for which a request waits, or
+    waited before it was cancelled. `lost_reads`: requests some of whose pages a job has dropped.
     """
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
         self._context, self._cost, self._counters = context, cost, counters
         self._tickets = itertools.count(1)
         self._tiers = context.stores
-        self._stores = tuple(context.stores)  # in the order in which requests ask them
+        self._stores = tuple(context.stores)  # in the order of lookups
         self._clock = next(tier.clock for tier in context.stores.values())
         self._answered_s = dict.fromkeys(context.stores, -math.inf)
         self.lookups, self.reads = dict[int, Lookup](), dict[int, PageRead]()
@@ -554,15 +560,15 @@ class StoreJobs:
         for component in context.components:
             component.pages.table.add_columns(self._read_pages[component.name])
         self.num_pages = self.num_awaited_lookups = 0
-        self.bereft = list[PendingPrefetch]()
+        self.lost_reads = list[PendingPrefetch]()
 
     def is_busy(self) -> bool:
-        """Whether any job is under way that no stalled thread has."""
+        """Whether any job is in flight, without jobs of stalled threads."""
         lookups, reads = self.lookups.values(), self.reads.values()
         return not (all(job.is_stalled for job in lookups) and all(job.is_stalled for job in reads))
 
     def may_share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Mask:
-        """Which of these pages are read by jobs for which the request may wait."""
+        """Return which pages are read by jobs for which the request may wait."""
         is_read = component.pages.has(rows, READ)
         for job, of_job in self._reading(component, rows, is_read):
             if not job.is_for(request):
@@ -570,24 +576,26 @@ class StoreJobs:
         return is_read
 
     def share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> None:
-        """Have a request wait for those of these pages that are read."""
+        """Let a request wait for the jobs that read some of these pages."""
         is_read = component.pages.has(rows, READ)
         for job, _ in self._reading(component, rows, is_read):
             job.requests[request] = request.jobs[job] = None
-            request.has_shared = True
+            request.has_coalesced = True
         if is_read.any():
             request.waited[component] = np.union1d(request.waited.get(component, NO_ROWS), rows[is_read])
 
-    def leave(self, request: PendingPrefetch, which: Callable[[CacheComponent, Counts], Mask] | None = None) -> None:
-        """Have a request wait no longer for its pages in flight: for pages of a component that `which` chooses by their
-        index, by default for all. Jobs for which no request waits are cancelled."""
+    def stop_waiting(
+        self, request: PendingPrefetch, which: Callable[[CacheComponent, Counts], Mask] | None = None
+    ) -> None:
+        """Remove pages in flight from the waits of a request: those that `which` selects by component and index, by
+        default all. Jobs for which no request waits are cancelled."""
         for component, rows in request.waited.items():
             is_left = slice(None) if which is None else which(component, component.pages.table.index[rows])
             request.waited[component] = np.delete(rows, is_left)
         self.cancel([job for job in self._leave_jobs(request) if not job.requests])
 
     def _leave_jobs(self, request: PendingPrefetch) -> list[PageRead]:
-        """A request waits for fewer pages: it leaves the jobs that read none of them, which are returned."""
+        """Remove a request from the jobs that read none of its pages any more. Returns these jobs."""
         tickets, left = set[int](), list[PageRead]()
         for component, rows in request.waited.items():
             tickets.update(self._read_pages[component.name].ticket[rows].tolist())
@@ -598,7 +606,8 @@ class StoreJobs:
         return left
 
     def _reading(self, component: CacheComponent, rows: Rows, is_read: Mask) -> Iterator[tuple[PageRead, Mask]]:
-        """The jobs that read these pages, of which `is_read` are read, and which of them each job reads."""
+        """Yield the jobs that read these pages, each with a mask of its pages. `is_read`: which pages are in state
+        READ."""
         if is_read.any():
             tickets = np.where(is_read, self._read_pages[component.name].ticket[rows], 0)
             for ticket in dict.fromkeys(tickets[is_read].tolist()):
@@ -606,22 +615,22 @@ class StoreJobs:
 
     # Lookups
 
-    def look_up(self, request: PendingPrefetch, located: LookupResults, asked: _Asked) -> bool:
-        """Ask the next store for the pages that the stores before it lack. False if there is no such store or page, or
-        if its queue is full."""
-        if request.num_asked_stores == len(self._stores) or not asked:
+    def look_up(self, request: PendingPrefetch, located: LookupResults, queried: _Queried) -> bool:
+        """Look up the pages that the earlier stores lack in the next store. Returns False if there is no such store or
+        page, or if its queue is full."""
+        if request.num_queried_stores == len(self._stores) or not queried:
             return False
-        store = self._stores[request.num_asked_stores]
-        request.num_asked_stores += 1
-        request.lookup = self._ask(request, located, store, asked, is_awaited=True)
+        store = self._stores[request.num_queried_stores]
+        request.num_queried_stores += 1
+        request.lookup = self._ask(request, located, store, queried, is_awaited=True)
         return request.lookup is not None
 
     def ask_remote_too(self, request: PendingPrefetch) -> None:
-        """Ask the remote tier for the pages of the disk too, if it would read a good part of them in the same time and
-        was not asked for pages that the disk lacks."""
+        """Look up pages of the disk in the remote store too, if it would read a good part of them in the same time and
+        no lookup in it was necessary before."""
         located = request.located
         assert located is not None
-        if REMOTE not in self._tiers or request.num_asked_stores == len(self._stores):
+        if REMOTE not in self._tiers or request.num_queried_stores == len(self._stores):
             return
         pages = np.flatnonzero(located.full & _STORES)
         num_bytes = len(pages) * self._context.full.host.page_bytes
@@ -629,7 +638,7 @@ class StoreJobs:
             self._ask(request, located, REMOTE, {FULL: pages}, is_awaited=False)
 
     def take_lookup(self, done: FindDone | Stalled) -> Lookup:
-        """The lookup that was answered, or that stalled."""
+        """Return the lookup that was answered or that stalled."""
         lookup = self.lookups[done.ticket]
         if isinstance(done, FindDone):
             del self.lookups[done.ticket]
@@ -639,31 +648,31 @@ class StoreJobs:
         return lookup
 
     def note_answer(self, lookup: Lookup, done: FindDone) -> None:
-        """Add the answer of a store to the results. Events get the first page that the disk lacks, unless the answers
-        of its writes name removed pages."""
-        located, pages = lookup.located, lookup.asked.get(FULL, NO_ROWS)
-        located.add(lookup.store, lookup.asked, done.others)
+        """Add the answer of a store to the results. If the disk does not report evicted pages, the event log gets the
+        first page that it lacks."""
+        located, pages = lookup.located, lookup.queried.get(FULL, NO_ROWS)
+        located.add(lookup.store, lookup.queried, done.others)
         events = self._context.tree.events
-        if events is None or lookup.store is not DISK or not done.answered or self._tiers[DISK].tells_removed:
+        if events is None or lookup.store is not DISK or not done.answered or self._tiers[DISK].reports_removed:
             return
         missed = pages[located.full[pages] & _STORES == 0][:1]
         events.missed_on_disk(located.memory.prompt.keys_of(FULL, missed.tolist()))
 
     def _ask(
-        self, request: PendingPrefetch, located: LookupResults, store: Store, asked: _Asked, *, is_awaited: bool
+        self, request: PendingPrefetch, located: LookupResults, store: Store, queried: _Queried, *, is_awaited: bool
     ) -> Lookup | None:
         ticket = next(self._tickets)
         queue_class = ReadClass.URGENT_FIND if request.is_urgent else ReadClass.BACKGROUND_FIND
-        if not self._tiers[store].reads.submit(FindJob(ticket, (), queue_class, located.keys_of(asked))):
+        if not self._tiers[store].reads.submit(FindJob(ticket, (), queue_class, located.keys_of(queried))):
             self._counters.refused.value += 1
             return None
         self.num_awaited_lookups += is_awaited
-        lookup = self.lookups[ticket] = Lookup(request, store, located, asked, is_awaited)
+        lookup = self.lookups[ticket] = Lookup(request, store, located, queried, is_awaited)
         return lookup
 
     def _is_remote_fast(self, num_bytes: int) -> bool:
-        """Whether the remote tier reads a good part of `num_bytes` in the time in which the disk reads all, as far as
-        both rates are known."""
+        """Whether the remote store would read a good part of `num_bytes` in the time in which the disk reads all. True
+        while a rate is unknown."""
         disk_s = self._cost.read_s(num_bytes, self._tiers[DISK].num_readers, DISK)
         remote_s = self._cost.read_s(num_bytes, self._tiers[REMOTE].num_readers, REMOTE)
         return disk_s is None or remote_s is None or _LEAST_REMOTE_SHARE * remote_s <= disk_s
@@ -671,10 +680,9 @@ class StoreJobs:
     # Reads
 
     def next_of(self, request: PendingPrefetch, num_times: int) -> NextRead | None:
-        """The next pages of a read list that no job reads, and the store that reads them sooner. If that store has
-        enough jobs (`num_times` the number that suffices for short steps), the next pages of the other store. Pages
-        that are in memory by now leave the read list; so do pages that other jobs read, for which the request waits
-        then."""
+        """Return the next pages of a read list and the store that would read them first. If this store has enough jobs
+        (`num_times` the number for short steps), return the next pages of the other store. Pages that are in memory by
+        now, or that other jobs read, are removed from the read list."""
         free = self._free_jobs(request, num_times)
         free_bits = sum(map(_BIT, free))
         components = self._context.components
@@ -685,7 +693,7 @@ class StoreJobs:
             if component.name == FULL:
                 if request.lacks_end:
                     return None
-                if request.computed_end:  # computed pages are the last in the reading order
+                if request.computed_end:  # computed pages are last in reading order
                     num_left = first_gap(component.pages.table.index[part.rows] >= request.computed_end)
                     request.remove(component, num_left, len(part.rows))
             while at < len(part.rows):
@@ -697,7 +705,7 @@ class StoreJobs:
                     end = at + first_gap(arriving)
                     self.share(request, component, part.rows[at:end])
                     request.remove(component, at, end)
-                elif not stores[0]:  # the read in flight did not load it
+                elif not stores[0]:  # the job that was in flight did not read it
                     request.has_failed = True
                     request.read_list.clear()
                     return None
@@ -711,13 +719,13 @@ class StoreJobs:
         return None
 
     def read(self, request: PendingPrefetch, chosen: NextRead, max_jobs: int, max_pages: int) -> tuple[int, int]:
-        """Queue at most `max_jobs` jobs for the chosen pages, until they have `max_pages`, as far as the host has free
-        pages. Returns the numbers of jobs and pages; none if the first page has no free page."""
+        """Queue jobs for the chosen pages: at most `max_jobs` jobs and `max_pages` pages, as far as the host has free
+        pages. Returns the numbers of jobs and pages; (0, 0) if the host has no page for the first one."""
         component, at, end, store, num_free = chosen
         part, pages, overlaps = request.read_list[component], component.pages, request.handle.overlaps
         has_both = part.stores[at] == _STORES
         job_pages, num_jobs = self._job_pages(component, store)
-        if overlaps or has_both:  # between two jobs, computed pages or those of the other store are skipped
+        if overlaps or has_both:  # between two jobs, pages that are computed or that the other store reads are skipped
             job_pages = min(job_pages, -(-request.num_to_read(component) // _LEAST_JOBS))
         num_jobs = 1 if has_both else min(num_jobs, max_jobs, num_free, -(-max_pages // job_pages))
         taken = self._reserve(request, component, part.rows[at : min(end, at + num_jobs * job_pages)])
@@ -731,7 +739,7 @@ class StoreJobs:
         self.num_pages += len(taken) if component.name == FULL else 0
         until_s, is_urgent = request.until_s, request.is_urgent
         queue_class = ReadClass.URGENT_READ if is_urgent else ReadClass.BACKGROUND_READ
-        keys, places, step = pages.table.keys_of(taken), pages.place[taken].tolist(), -1 if overlaps else 1
+        keys, pool_pages, step = pages.table.keys_of(taken), pages.pool_page[taken].tolist(), -1 if overlaps else 1
         jobs, tickets, memory = list[ReadJob](), self._read_pages[component.name].ticket, component.host.memory
         for start in range(0, len(taken), job_pages):
             of_job, ticket = slice(start, start + job_pages), next(self._tickets)
@@ -739,7 +747,7 @@ class StoreJobs:
             tickets[rows] = ticket
             job = self.reads[ticket] = PageRead(ticket, component, store, rows, is_urgent, {request: None})
             request.jobs[job] = None
-            job_keys, job_pages_at = tuple(keys[of_job][::step]), PageRows(memory, places[of_job][::step])
+            job_keys, job_pages_at = tuple(keys[of_job][::step]), PageRows(memory, pool_pages[of_job][::step])
             jobs.append(ReadJob(ticket, 0, job_keys, job_pages_at, job.cancelled, until_s, queue_class))
         self._num_jobs[store, is_urgent] += len(jobs)
         are_queued = self._tiers[store].reads.submit(*jobs)
@@ -747,37 +755,37 @@ class StoreJobs:
         return len(jobs), len(taken)
 
     def _reserve(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Rows:
-        """Host pages for these pages of a prompt, in reading order: the first ones, so far as others leave for them. A
-        background job that reads some of them gives them up."""
+        """Reserve host pages for these pages, in reading order, as far as the host has free or evictable pages. Returns
+        the rows with a host page. A background job that reads some of the pages drops them."""
         assert request.located is not None
         pages, watch = component.pages, self._context.watch
         if pages.num_in_flight:
             for job, of_job in [*self._reading(component, rows, pages.has(rows, READ))]:
-                self._give_up(job, rows[of_job])
+                self._drop_pages(job, rows[of_job])
         taken = pages.reserve(rows, READ)
         if component.name == FULL and self._context.tree.events is not None and watch is not None:
             index, prompt = pages.table.index[rows], request.located.memory.prompt
             watch.note(prompt.event_pages(int(index.min()), int(index.max()) + 1), pages.table.keys_of(taken))
         return taken
 
-    def _give_up(self, job: PageRead, gone: Rows) -> None:
-        """A job reads some of its pages no more; requests that wait for them look them up again."""
+    def _drop_pages(self, job: PageRead, dropped: Rows) -> None:
+        """Remove pages from a job. Requests that wait for these pages look them up again."""
         component = job.component
         for request in [*job.requests]:
             waited = request.waited[component]
-            stays = waited[~np.isin(waited, gone)]
-            if len(stays) < len(waited):
-                request.waited[component] = stays
+            remaining = waited[~np.isin(waited, dropped)]
+            if len(remaining) < len(waited):
+                request.waited[component] = remaining
                 request.has_failed = True
-                self.bereft.append(request)
+                self.lost_reads.append(request)
                 self._leave_jobs(request)
         if component.name == FULL and self._context.watch is not None:
-            self._context.watch.forget(component.pages.table.keys_of(gone))
-        self._read_pages[component.name].ticket[gone] = 0
-        job.disowned += component.pages.disown(gone)
+            self._context.watch.forget(component.pages.table.keys_of(dropped))
+        self._read_pages[component.name].ticket[dropped] = 0
+        job.disowned += component.pages.disown(dropped)
 
     def take(self, answers: Iterable[ReadDone]) -> list[PageRead]:
-        """Publish the pages of the jobs that were answered, count them, and tell events of them. Returns the jobs."""
+        """Publish, count and report the pages of jobs that were answered. Returns the jobs."""
         now_s, ended = self._clock(), dict[CacheComponent, list[tuple[PageRead, ReadDone]]]()
         jobs, moved = list[PageRead](), dict[Store, list[tuple[int, float]]]()
         for done in answers:
@@ -791,7 +799,7 @@ class StoreJobs:
             self._counters.lost.value += done.asked - num_ok
             if num_ok < done.asked and self._context.watch is not None:
                 failed = job.rows[: done.asked][~np.array(done.ok[: done.asked], np.bool_)]
-                self._context.watch.fates.note(job.component.pages.table.name[failed], MissReason.FAILED)
+                self._context.watch.miss_reasons.note(job.component.pages.table.name[failed], MissReason.FAILED)
             if num_ok:
                 num_bytes = num_ok * job.component.host.page_bytes
                 moved.setdefault(job.store, []).append((num_bytes, done.seconds))
@@ -804,7 +812,7 @@ class StoreJobs:
         return jobs
 
     def _publish(self, component: CacheComponent, ended: Sequence[tuple[PageRead, ReadDone]]) -> None:
-        """Publish the pages of a component that jobs read. The jobs that ended last come first, as uses of pages do."""
+        """Publish the pages of a component that jobs read, the latest job first, as in the order of uses."""
         events, watch, pages = self._context.tree.events, self._context.watch, component.pages
         is_full, parts, oks, of_jobs = component.name == FULL, list[Rows](), list[bool](), list[int]()
         for job, done in reversed(ended):
@@ -818,22 +826,22 @@ class StoreJobs:
             rows, ok, tickets = rows[is_live], ok[is_live], tickets[is_live]
         if is_full and watch is not None:
             watch.forget(pages.table.keys_of(rows[~ok]))
-        landed = pages.landed(rows, ok)
-        pages.mark_stored(landed, pages.source[landed])
-        from_disk = pages.source[landed] == DISK.bit
-        self._context.page_uses.read(pages.table.name[landed[from_disk]])
+        read_rows = pages.complete(rows, ok)
+        pages.mark_stored(read_rows, pages.source[read_rows])
+        from_disk = pages.source[read_rows] == DISK.bit
+        self._context.page_uses.read(pages.table.name[read_rows[from_disk]])
         if is_full:
-            self._counters.landed.value += len(landed) * self._context.tree.page_size
+            self._counters.read_tokens.value += len(read_rows) * self._context.tree.page_size
         tickets = tickets[ok]
         for job, _ in ended:
-            job.landed = landed[tickets == job.ticket]
+            job.read_rows = read_rows[tickets == job.ticket]
             if is_full and events is not None and watch is not None:
-                for told in watch.told(pages.table.keys_of(job.landed)):
-                    events.landed(told, from_disk=job.store is DISK)
+                for announced in watch.announced(pages.table.keys_of(job.read_rows)):
+                    events.loaded(announced, from_disk=job.store is DISK)
 
     def give_back(self, job: PageRead) -> list[PendingPrefetch]:
-        """Have all requests of a stalled job read its pages from the other store. Returns the requests for which that
-        store lacks some."""
+        """Let all requests of a stalled job read its pages from the other store. Returns the requests for which the
+        other store lacks some of them."""
         if not job.is_stalled:
             self._num_jobs[job.store, job.is_urgent] -= 1
         job.is_stalled = True
@@ -851,13 +859,13 @@ class StoreJobs:
     def cancel(self, jobs: Sequence[PageRead]) -> None:
         """Cancel jobs for which no request waits. Their pages may be read by other jobs at once."""
         for job in jobs:
-            self._give_up(job, job.rows[self._read_pages[job.component.name].ticket[job.rows] == job.ticket])
+            self._drop_pages(job, job.rows[self._read_pages[job.component.name].ticket[job.rows] == job.ticket])
             job.cancelled.set()
         for store in {job.store for job in jobs}:
-            self._tiers[store].reads.tell_cancelled()
+            self._tiers[store].reads.notify_cancelled()
 
     def _free_jobs(self, request: PendingPrefetch, num_times: int) -> dict[Store, int]:
-        """The number of jobs of the kind of the request, urgent or background, that each store lacks."""
+        """Return the number of jobs, urgent or background like the request, that each store may still get."""
         found = dict[Store, int]()
         for store, tier in self._tiers.items():
             num_missing = num_times * _MAX_IN_FLIGHT - self._num_jobs[store, request.is_urgent]
@@ -868,7 +876,7 @@ class StoreJobs:
         return found
 
     def _sooner(self, stores: int, *, is_urgent: bool) -> Store:
-        """Of a set of stores, the one that would read the next full page first."""
+        """Return the store of a set that would read the next full page first."""
         if stores == DISK.bit:
             return DISK
         if stores == REMOTE.bit:
@@ -876,8 +884,8 @@ class StoreJobs:
         return min((DISK, REMOTE), key=lambda store: self._wait_s(store, is_urgent=is_urgent))
 
     def _wait_s(self, store: Store, *, is_urgent: bool) -> tuple[float, int]:
-        """Seconds until a store would have read one more page, and the bytes queued there, which decide between equal
-        times. A store whose rate is unknown gets a job for each of its readers, and no more."""
+        """Return the seconds until a store would have read one more page, and the bytes queued there, which decide
+        between equal times. A store of unknown rate gets only one job per reader."""
         jobs, page_bytes = (
             [job for job in self.reads.values() if job.store is store],
             self._context.full.host.page_bytes,
@@ -894,8 +902,8 @@ class StoreJobs:
         return max(read_s, late_s), queued_bytes
 
     def _job_pages(self, component: CacheComponent, store: Store) -> tuple[int, int]:
-        """The most pages of one job, and of how many jobs: a reader reads them within `_MAX_JOB_S`, and few of a store
-        of unknown rate, once each reader has a job."""
+        """Return the most pages of one job, and the most jobs. A reader should read a job within `_MAX_JOB_S`. A store
+        of unknown rate gets small jobs, one per reader."""
         tier, page_bytes = self._tiers[store], component.host.page_bytes
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         if job_s is not None:
@@ -908,7 +916,7 @@ class StoreJobs:
 
 
 class _Claim(ref[Prefetch]):
-    """The claim of one handle: its number of pages."""
+    """The number of pages that one handle claims."""
 
     __slots__ = ("num_pages", "request_id")
     num_pages: int
@@ -916,21 +924,21 @@ class _Claim(ref[Prefetch]):
 
 
 class HostShare:
-    """Pages that landed for requests before their admission, by request. Owned by the scheduler thread.
+    """Host pages that were read for requests that are not admitted yet, by request. Owned by the scheduler thread.
 
-    A claim ends with the last handle of its request, so that a caller who forgets a request does not reduce the share
-    for good. A handle may end in any thread, and inside any call: that is recorded in `gone`, and counted by
-    `forget_gone`. `num_pages`: of all requests.
+    A claim ends with the last handle of its request, so that a request that its caller has dropped does not reduce the
+    share forever. A handle may be garbage collected in any thread and during any call. It is then added to `dropped`,
+    and `forget_dropped` ends its claim. `num_pages`: pages of all requests.
     """
 
     def __init__(self) -> None:
         self.num_pages = 0
-        self.gone = deque[_Claim]()
+        self.dropped = deque[_Claim]()
         self._claims: dict[str, _Claim] = {}
 
     @property
     def sole(self) -> str | None:
-        """The only request with a claim, if there is only one."""
+        """The request with a claim, if there is exactly one."""
         return next(iter(self._claims)) if len(self._claims) == 1 else None
 
     def of(self, request_id: str) -> int:
@@ -938,11 +946,11 @@ class HostShare:
         return 0 if claim is None else claim.num_pages
 
     def add(self, handle: Prefetch, num_pages: int) -> None:
-        """Add landed pages to the claim of a request."""
+        """Add pages that were read to the claim of a request."""
         claim, request_id = self._claims.get(handle.request_id), handle.request_id
         if claim is None or claim() is not handle:
             held = 0 if claim is None else claim.num_pages
-            claim = self._claims[request_id] = _Claim(handle, self.gone.append)
+            claim = self._claims[request_id] = _Claim(handle, self.dropped.append)
             claim.request_id, claim.num_pages = request_id, held
         claim.num_pages += num_pages
         self.num_pages += num_pages
@@ -954,16 +962,17 @@ class HostShare:
         self.num_pages -= num_pages
         return num_pages
 
-    def forget_gone(self) -> None:
-        """End the claims whose handles ended."""
-        while self.gone:
-            gone = self.gone.popleft()
-            if self._claims.get(gone.request_id) is gone:
-                self.end(gone.request_id)
+    def forget_dropped(self) -> None:
+        """End the claims of garbage collected handles."""
+        while self.dropped:
+            dropped = self.dropped.popleft()
+            if self._claims.get(dropped.request_id) is dropped:
+                self.end(dropped.request_id)
 
 
 class _Backlog:
-    """Bytes before the last page of a request, by store: of urgent jobs in flight, and then of read lists in turn."""
+    """Bytes that each store reads before the last page of a request: urgent jobs in flight, then read lists in their
+    order."""
 
     def __init__(self, cost: CostModel, stores: Iterable[Store], jobs: Iterable[PageRead]) -> None:
         self._cost, self.num_bytes, self._until = cost, dict.fromkeys(stores, 0.0), dict[PageRead, float]()
@@ -973,12 +982,12 @@ class _Backlog:
             self._until[job] = self.num_bytes[job.store]
 
     def add(self, request: PendingPrefetch) -> None:
-        """Queue the read list of a request behind those before it."""
+        """Add the read list of the next request."""
         for store, num_bytes in self._listed(request):
             self.num_bytes[store] += num_bytes
 
     def until(self, request: PendingPrefetch) -> dict[Store, float]:
-        """Bytes up to the last of its own, for each store that it waits for."""
+        """Return the bytes up to the last page of the request, for each store for which it waits."""
         found = dict[Store, float]()
         for job in request.jobs:
             found[job.store] = max(found.get(job.store, 0), self._until[job])
@@ -987,7 +996,7 @@ class _Backlog:
         return found
 
     def _listed(self, request: PendingPrefetch) -> list[tuple[Store, float]]:
-        """Bytes in a read list, and their stores; pages of both stores are divided by their rates."""
+        """Return the bytes of a read list by store. Pages of both stores are divided by their rates."""
         found = list[tuple[Store, float]]()
         for component, part in request.read_list.items():
             for stores, num_pages in enumerate(np.bincount(part.stores).tolist()):
@@ -999,17 +1008,19 @@ class _Backlog:
 
 
 class Prefetcher(Movement):
-    """All requests with a prefetch, and their transitions. Owned by the scheduler thread.
+    """Owns all requests with a prefetch and applies their transitions. Scheduler thread only.
 
-    `overlap_is_wanted`: prompts may be computed from their beginning while their pages are read from the end; False for
-    a benchmark that compares. `least_overlap_pages`: missing pages of a prompt that is worth it.
+    `is_overlap_enabled`: whether prompts may be computed from their beginning while pages are read from their end;
+    benchmarks set it to False. `least_overlap_pages`: the fewest missing pages for which a prompt is computed in this
+    way.
 
-    `_requests`: by id, until they end. `_queues`: those in stage QUEUED or POSTPONED, by arrival, apart by whether the
-    request waits. `_active`: those in stage ASKING, READING or OVERLAPPING. `_undecided`: those whose wait the policy
-    may end; `_timed`: those with a deadline. `_has_news`: a request was added, began or ended, or a job was queued,
-    since the last poll that looked. `_num_to_choose`: undecided requests to compare again, because there was news;
-    `_turn_at_s`: when some of them are next; `_choose_at_s`: when the deadline or the silence of a request may end its
-    wait. `_look_at_s`: when a postponed request may begin. `_num_planned`: full pages in all read lists.
+    `_requests`: by id, until they end. `_queues`: those in stage QUEUED or DEFERRED, by arrival; one queue of requests
+    that wait, one of the others. `_active`: those in stage LOOKING_UP, READING or OVERLAPPING. `_undecided`: those
+    whose wait the policy may end; `_timed`: those with a deadline. `_has_changes`: since the last poll that visited
+    requests, a request was added, began or ended, or a job was queued. `_num_to_choose`: undecided requests that still
+    have to be compared again after a change; `_turn_at_s`: the time of the next comparisons; `_choose_at_s`: the
+    earliest time at which a deadline, or a read without progress, may end a wait. `_look_at_s`: the time at which a
+    deferred request may begin. `_num_planned`: full pages in all read lists.
     """
 
     def __init__(self, context: EngineContext, prompts: Prompts, policy: LoadPolicy, load: Requests) -> None:
@@ -1028,34 +1039,38 @@ class Prefetcher(Movement):
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._num_planned = 0
         self._submitted_s, self._retry_at_s = self._clock(), -math.inf
-        self._look_at_s, self._num_quiet, self._inputs, self._has_news = math.inf, 0, (0, 0, 0, 0), False
+        self._look_at_s, self._num_quiet, self._inputs, self._has_changes = math.inf, 0, (0, 0, 0, 0), False
         self._choose_at_s, self._turn_at_s, self._num_to_choose = math.inf, math.inf, 0
-        self.overlap_is_wanted, self.least_overlap_pages = True, _LEAST_OVERLAP_PAGES
+        self.is_overlap_enabled, self.least_overlap_pages = True, _LEAST_OVERLAP_PAGES
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._requests))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._active))
-        help = "host pages that were read, or are, for requests that were not admitted"
+        help = "host pages claimed by requests that are not admitted"
         gauge("prefetch.claimed_pages", help, self._claimed)
-        gauge("prefetch.limit_pages", "what prefetch_host_share allows of them", lambda: self._max_pages)
+        gauge(
+            "prefetch.limit_pages",
+            "most host pages that prefetches may claim, by prefetch_host_share",
+            lambda: self._max_pages,
+        )
 
     # Calls of the engine
 
     def start(
         self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode, *, overlaps: bool = False
     ) -> Prefetch:
-        """Extend the prefix of `tokens` that memory serves; the caller leaves out tokens that must be computed.
-        `overlaps`: the caller computes the prompt while its pages arrive, if the mode is auto."""
+        """Prefetch pages of `tokens`, without tokens that must be computed in any case. `overlaps`: in mode auto, the
+        caller computes the prompt while its pages arrive."""
         if request_id in self._requests:
             return self._requests[request_id].handle
-        self._share.forget_gone()
+        self._share.forget_dropped()
         now_s = self._clock()
-        overlaps = overlaps and mode == "auto" and self.overlap_is_wanted
+        overlaps = overlaps and mode == "auto" and self.is_overlap_enabled
         handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, overlaps=overlaps)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
         request = PendingPrefetch(next(self._arrivals), handle, tokens, namespace, now_s, num_pages, handle.waits)
         self._requests[request_id] = request
-        self._has_news = True
+        self._has_changes = True
         if mode == "auto":
             self._undecided[request] = None
         elif mode == "timeout":
@@ -1074,15 +1089,15 @@ class Prefetcher(Movement):
         return handle
 
     def require_ready(self, request_id: str) -> None:
-        """Raise if a request that is to be admitted must wait."""
+        """Raise PrefetchPending if a request must still wait for its admission."""
         request = self._requests.get(request_id)
         if request is not None and not request.handle.ready:
             raise PrefetchPending(f"prefetch of {request_id} is in flight: poll() until it is ready, or cancel it")
 
     def admit(self, lease: Lease) -> None:
-        """The request of a lease is admitted. Go on reading for an overlapped prefill, and for no other request."""
+        """Record that the request of a lease was admitted. Only reads of an overlapped prefill continue."""
         request = self._requests.get(lease.request_id)
-        is_active = request is not None and request.stage in (Stage.ASKING, Stage.READING)
+        is_active = request is not None and request.stage in (Stage.LOOKING_UP, Stage.READING)
         if request is None or not is_active or request.is_idle or not self._can_overlap(request):
             self.cancel(lease.request_id)
         else:
@@ -1090,56 +1105,58 @@ class Prefetcher(Movement):
             self.apply(request, Event.ADMIT)
 
     def joined(self, lease: Lease, num_computed: int, num_loaded: int) -> None:
-        """The lease of an overlapped request loaded `num_loaded` tokens behind `num_computed` computed ones."""
+        """Record that an overlapped request loads `num_loaded` tokens after `num_computed` computed ones."""
         self._counters.count_joined(num_computed, num_loaded)
         self.apply(self._requests[lease.request_id], Event.JOIN)
 
     def end_reads(self, lease: Lease) -> None:
-        """The prompt of a lease is computed, or the lease ends: read no further for it."""
+        """End the reads for a lease whose prompt is computed, or that ends."""
         if self._request_of(lease) is not None:
             self.cancel(lease.request_id)
 
     def unread(self, request_id: str) -> list[Unused]:
-        """The pages that stores have for a request that is admitted now, and why they were not read for it."""
+        """Return the pages that stores have for a request that is being admitted, and the reasons for which they were
+        not read."""
         request = self._requests.get(request_id)
         if request is None or request.located is None:
             return []
-        reason = MissReason.NO_ROWS if request.was_postponed or request.lacks_host_room else MissReason.GATE
-        if request.lookup is not None:  # the request waits no longer for the answer
+        reason = MissReason.NO_ROWS if request.was_deferred or request.lacks_host_pages else MissReason.GATE
+        if request.lookup is not None:  # admission does not wait for the answer
             return [(request.num_usable, request.located.num_pages, reason)]
         arriving = np.flatnonzero(request.located.full & ~_IN_MEMORY)
         return [(start, end, reason) for start, end in spans(arriving.tolist())]
 
     def cancel(self, request_id: str) -> None:
-        """The request is admitted or gone: read no further for it, unless other requests need the same pages."""
+        """End the reads for a request that was admitted or cancelled. Jobs continue if other requests need their
+        pages."""
         self._prompts.forget(request_id)
         if self._share.end(request_id):
             self._retry_at_s = -math.inf
-            self._has_news = True
+            self._has_changes = True
         if (request := self._requests.get(request_id)) is not None:
             self.apply(request, Event.CANCEL)
 
     def poll(self) -> bool:
-        """Enter the answers of the stores, queue further jobs, and compare waiting with computing again. Whether any
-        request was affected. Few polls without news do more than look for answers."""
+        """Apply the answers of the stores, queue jobs, and compare waiting with computing again. Returns whether any
+        request was affected. Most polls without a change only look for answers."""
         answers = list[FindDone | ReadDone | Stalled]()
         for tier in self._tiers:
             for done in tier.reads.poll():
-                assert not isinstance(done, LeaseDone), "an engine asks for no leases"
+                assert not isinstance(done, LeaseDone), "an engine uses no leases of pages"
                 answers.append(done)
         if not (answers or self._requests):
             return False
         answered, now_s = self._enter(answers) if answers else [], self._clock()
         inputs = (*self._load.counts, self._policy.cost.num_observed)
-        is_new = self._has_news or inputs != self._inputs or len(answers) > 0
+        is_new = self._has_changes or inputs != self._inputs or len(answers) > 0
         self._num_quiet += 1
         is_due = is_new or now_s >= min(self._look_at_s, self._choose_at_s) or self._num_quiet >= _LOOK_POLLS
         if not (is_due or now_s >= self._turn_at_s):
             return False
-        has_changed, self.is_torn = len(answers) > 0, True
+        has_changed, self.is_partly_applied = len(answers) > 0, True
         if is_due:
-            self._inputs, self._num_quiet, self._has_news = inputs, 0, False
-            self._share.forget_gone()
+            self._inputs, self._num_quiet, self._has_changes = inputs, 0, False
+            self._share.forget_dropped()
             for request in answered:
                 self.apply(request, Event.ANSWERED)
             if answered and self._undecided:
@@ -1147,13 +1164,13 @@ class Prefetcher(Movement):
             if len(self._requests) > len(self._active):
                 has_changed |= self._begin_next()
             has_changed |= self._submit()
-            self._has_news |= has_changed
+            self._has_changes |= has_changed
             self._look_at_s = self._retry_at_s if self._retry_at_s > now_s else math.inf
         if self._undecided or self._timed:
             self._choose_again(is_new=is_new)
         else:
             self._choose_at_s = self._turn_at_s = math.inf
-        self.is_torn = False
+        self.is_partly_applied = False
         return has_changed
 
     def is_busy(self) -> bool:
@@ -1169,8 +1186,8 @@ class Prefetcher(Movement):
     # Transitions
 
     def apply(self, request: PendingPrefetch, event: Event) -> None:
-        """Move a request by the table of the module, and run the action. Raises `InvariantError` for other pairs. The
-        action moves a request to ENDED itself, last, so that an end which raised can be repeated."""
+        """Move a request by the table of the module, and run the action. Raises `InvariantError` for other pairs. An
+        action that ends a request sets ENDED last, so that it can be repeated if it raises."""
         if (transition := TRANSITIONS.get((request.stage, event))) is None:
             raise InvariantError("prefetch", [f"{event.name} in stage {request.stage.name}"])
         stage, action = transition
@@ -1190,7 +1207,7 @@ class Prefetcher(Movement):
             self._active[request] = None
 
     def _look_up(self, request: PendingPrefetch) -> None:
-        """Find its pages in memory, and ask the first store for the rest."""
+        """Locate its pages in memory, and look up the others in the first store."""
         context = self._context
         match = context.tree.match(request.tokens, request.namespace)
         prompt = self._prompts.of(request.tokens, request.namespace, match, request.handle.request_id)
@@ -1205,16 +1222,18 @@ class Prefetcher(Movement):
             if component.name == FULL:
                 pages = range(memory.device_end, memory.num_pages if overlaps else memory.host_end)
             request.lock(component, memory.rows_of(component, pages).rows)
-        if asked := located.unknown():
-            request.lacks_host_room = self._pages_left(request) <= 0 or not self._jobs.look_up(request, located, asked)
-        if request.lacks_host_room and located.is_empty:
+        if queried := located.unknown():
+            request.lacks_host_pages = self._pages_left(request) <= 0 or not self._jobs.look_up(
+                request, located, queried
+            )
+        if request.lacks_host_pages and located.is_empty:
             self.apply(request, Event.LACKS_PAGES)
         elif request.lookup is None:
             self.apply(request, Event.ANSWERED)
 
     def _plan(self, request: PendingPrefetch) -> None:
-        """Make the read list: the longest prefix that all components can use, and for which the host has free pages
-        besides the pages that the prefix continues, which stay."""
+        """Make the read list of the longest prefix that all components can use and for which the host has capacity.
+        Host pages before the read pages are locked."""
         located, full, handle = request.located, self._context.full, request.handle
         assert located is not None
         followed = np.flatnonzero((located.full[:-1] == _IN_MEMORY) & (located.full[1:] & ~_IN_MEMORY != 0))
@@ -1222,88 +1241,89 @@ class Prefetcher(Movement):
         found_end = end = located.usable_end(located.full_end)
         limit = located.end_with(min(self._pages_left(request), full.pages.capacity))
         if limit < found_end:
-            end, request.lacks_host_room = located.usable_end(limit), True
+            end, request.lacks_host_pages = located.usable_end(limit), True
         for component in self._context.components[1:]:
             pages = range(max(located.num_usable, component.first_required(end)), end)
             request.lock(component, located.memory.rows_of(component, pages).rows)
-        found_tokens = handle.landed_tokens + located.num_arriving(found_end) * self._context.tree.page_size
+        found_tokens = handle.read_tokens + located.num_arriving(found_end) * self._context.tree.page_size
         handle.found_tokens = max(handle.found_tokens, found_tokens)
         request.plan(end, self._clock())
         self._jobs.ask_remote_too(request)
         for component, part in request.read_list.items():
             if np.count_nonzero(part.stores) > component.pages.capacity:
-                request.read_list, request.awaited, request.lacks_host_room = {}, NO_ROWS, True
+                request.read_list, request.awaited, request.lacks_host_pages = {}, NO_ROWS, True
                 break
         self._note_planned(request)
         if request.is_idle:
             self._settle(request)
 
     def _advance(self, request: PendingPrefetch) -> None:
-        """Add the pages that arrived without a gap to the handle."""
+        """Add the pages that arrived, without a gap, to the handle."""
         if num_pages := request.advance(self._context.full):
-            request.handle.landed_tokens += num_pages * self._context.tree.page_size
+            request.handle.read_tokens += num_pages * self._context.tree.page_size
             request.progress_s = self._clock()
         if request.is_idle:
             self._settle(request)
 
     def _settle(self, request: PendingPrefetch) -> None:
-        """Nothing of the request is in flight or in its read list. Pages that failed are looked up again once, in all
-        stores; pages without free host pages as long as each attempt reads some."""
+        """Handle a request without jobs and with an empty read list. Failed pages are looked up again once, in all
+        stores. Pages for which the host had no capacity are looked up again as long as each attempt reads some."""
         lacks_pages = len(request.awaited) > 0 and request.missing[1] > request.computed_end
         is_again = (request.has_failed or lacks_pages) and not request.was_retried and self._clock() < request.until_s
-        if is_again or (request.lacks_host_room and request.has_landed and self._pages_left(request) > 0):
+        if is_again or (request.lacks_host_pages and request.has_arrived and self._pages_left(request) > 0):
             request.was_retried |= is_again
             self.apply(request, Event.RETRY)
         else:
-            self.apply(request, Event.LACKS_PAGES if request.lacks_host_room else Event.EXHAUSTED)
+            self.apply(request, Event.LACKS_PAGES if request.lacks_host_pages else Event.EXHAUSTED)
 
     def _restart(self, request: PendingPrefetch) -> None:
         """Look up its pages again."""
         self._release(request)
         self._look_up(request)
 
-    def _postpone(self, request: PendingPrefetch) -> None:
-        """Wait for host pages, which become free only when other requests are admitted or gone: end the wait if there
-        are none, or if the mode does not bound it."""
+    def _defer(self, request: PendingPrefetch) -> None:
+        """Wait for host pages, which become free when other requests are admitted or cancelled. If there are no other
+        requests, or if the mode sets no bound on the wait, the prefetch ends."""
         self._release(request)
         handle = request.handle
-        if not request.was_postponed:
+        if not request.was_deferred:
             claimed = 0 if self._pages_left(request) > 0 else self._claimed()
-            self._counters.count_postponed(claimed, self._max_pages)
-        request.was_postponed = True
+            self._counters.count_deferred(claimed, self._max_pages)
+        request.was_deferred = True
         has_others = len(self._active) or self._share.num_pages > self._share.of(handle.request_id)
         if handle.waits and (handle.mode == "wait_complete" or not has_others):
             self._stop_waiting(request)
 
     def _overlap(self, request: PendingPrefetch) -> None:
-        """Read on from the end of the prompt while it is computed from its beginning."""
+        """Continue to read from the end of the prompt while it is computed from its beginning."""
         assert request.lease is not None
         request.computed_end = request.lease.cached_len // self._context.tree.page_size
         self._counters.overlapped.value += 1
 
     def _join(self, request: PendingPrefetch) -> None:
-        """Record the loaded pages. If no page is missing any more, read those for which the host had none free."""
+        """Record the loaded pages. If no other page is missing, read the pages for which the host had no capacity
+        before."""
         assert request.lease is not None
         page, cached_len = self._context.tree.page_size, request.lease.cached_len
         request.computed_end = cached_len // page
         if cached_len < request.end * page:
             return
-        if request.lacks_host_room:
+        if request.lacks_host_pages:
             self._share.end(request.handle.request_id)
             self.apply(request, Event.RETRY)
         else:
             self.cancel(request.handle.request_id)
 
     def _stop_reading(self, request: PendingPrefetch) -> None:
-        """Keep the pages that arrived until the request joins them, and read no further."""
+        """End the reads. Pages that arrived stay locked until the request joins them."""
         request.handle.end()
         request.read_list.clear()
         request.lookup = None
-        self._jobs.leave(request)
+        self._jobs.stop_waiting(request)
         self._note_planned(request)
 
     def _complete(self, request: PendingPrefetch) -> None:
-        """Compare the estimate of a wait with the time that it took."""
+        """End the prefetch, and record the estimate and the time of its wait."""
         if request.handle.waits and request.chosen_s is not None and request.estimate_s is not None:
             self._counters.estimated_s.value += request.estimate_s
             self._counters.waited_s.observe(self._clock() - request.chosen_s)
@@ -1321,54 +1341,55 @@ class Prefetcher(Movement):
         self._requests.pop(request.handle.request_id, None)
 
     def _release(self, request: PendingPrefetch) -> None:
-        self._has_news = True
-        self._jobs.leave(request)
+        self._has_changes = True
+        self._jobs.stop_waiting(request)
         request.release()
         self._note_planned(request)
 
     # Turns
 
     def _may_begin(self, *, waits: bool) -> bool:
-        """Whether a request may become active, in addition to the active ones and to lookups of requests that are gone.
-        Requests that do not wait never delay requests that do."""
+        """Whether another request may become active. Lookups of cancelled requests count as active. A request that does
+        not wait never delays one that does."""
         if self._jobs.num_awaited_lookups >= _MAX_ACTIVE * len(self._context.stores):
             return False
         num_waiting: int = sum(map(_WAITS, self._active))
         return (num_waiting if waits else len(self._active) - num_waiting) < _MAX_ACTIVE
 
     def _begin_next(self) -> bool:
-        """Begin with queued requests until enough are active, and with a postponed one now and then. Whether any
-        began."""
+        """Start queued requests until enough are active, and sometimes a deferred one. Returns whether any was
+        started."""
         num_tokens = 0
         while num_tokens < _MAX_STARTED_TOKENS and (request := self._next_queued()) is not None:
-            self._counters.retries.value += request.stage is Stage.POSTPONED
+            self._counters.retries.value += request.stage is Stage.DEFERRED
             num_tokens += len(request.tokens)
             self.apply(request, Event.BEGIN)
         return num_tokens > 0
 
     def _next_queued(self) -> PendingPrefetch | None:
-        """The request that begins next: the first to arrive, and requests that wait before all others. A postponed
-        request begins if the host has pages for it, one each `_RETRY_S`."""
+        """Return the request to start next: by arrival, requests that wait before the others. A deferred request is
+        started if the host has pages for it, at most one per `_RETRY_S`."""
         for waits in (True, False):
-            queued, postponed = self._queues[waits, Stage.QUEUED], self._queues[waits, Stage.POSTPONED]
-            if not (queued or postponed) or not self._may_begin(waits=waits):
+            queued, deferred = self._queues[waits, Stage.QUEUED], self._queues[waits, Stage.DEFERRED]
+            if not (queued or deferred) or not self._may_begin(waits=waits):
                 continue
             first = queued[:1]
-            if postponed and self._clock() >= self._retry_at_s:
-                first += [request for request in self._retriable(postponed) if self._pages_left(request) > 0]
+            if deferred and self._clock() >= self._retry_at_s:
+                first += [request for request in self._retriable(deferred) if self._pages_left(request) > 0]
             if first:
                 request = min(first, key=_ARRIVAL)
-                if request.stage is Stage.POSTPONED:
+                if request.stage is Stage.DEFERRED:
                     self._retry_at_s = self._clock() + _RETRY_S
                 return request
         return None
 
-    def _retriable(self, postponed: list[PendingPrefetch]) -> list[PendingPrefetch]:
-        """The first postponed request; if all pages are claimed, the one that alone claims any."""
+    def _retriable(self, deferred: list[PendingPrefetch]) -> list[PendingPrefetch]:
+        """Return the deferred requests that may be retried: the first one; if all pages are claimed, only the request
+        that claims them all."""
         if self._claimed() < self._max_pages:
-            return postponed[:1]
+            return deferred[:1]
         sole = self._requests.get(self._share.sole or "")
-        is_queued = sole is not None and sole.stage is Stage.POSTPONED and self._queue_of(sole) is postponed
+        is_queued = sole is not None and sole.stage is Stage.DEFERRED and self._queue_of(sole) is deferred
         return [sole] if sole is not None and is_queued else []
 
     def _queue_of(self, request: PendingPrefetch) -> list[PendingPrefetch]:
@@ -1384,16 +1405,18 @@ class Prefetcher(Movement):
     # Host pages
 
     def _claimed(self) -> int:
-        """Full host pages that landed for requests before their admission, are in flight, or are in a read list."""
+        """Return the full host pages that prefetches claim: read for requests that are not admitted, in flight, or in a
+        read list."""
         return self._share.num_pages + self._jobs.num_pages + self._num_planned
 
     def _note_planned(self, request: PendingPrefetch) -> None:
-        """The read list of a request has changed."""
+        """Update the sum of planned pages after a change of a read list."""
         before, request.num_planned = request.num_planned, request.num_to_read(self._context.full)
         self._num_planned += request.num_planned - before
 
     def _pages_left(self, request: PendingPrefetch) -> int:
-        """Pages that may be read for a request: of the share, or of the pool if no other request claims any."""
+        """Return the pages that may be read for a request: the rest of the share, or of the pool if no other request
+        claims pages."""
         claimed, full = self._claimed(), self._context.full
         own = self._share.of(request.handle.request_id) + request.num_planned
         own += len(request.waited.get(full, NO_ROWS))
@@ -1402,11 +1425,11 @@ class Prefetcher(Movement):
     # Answers and jobs
 
     def _enter(self, answers: Sequence[FindDone | ReadDone | Stalled]) -> list[PendingPrefetch]:
-        """Enter the answers of the stores. Returns the requests for which all have answered."""
-        self.is_torn, answered = True, list[PendingPrefetch]()
+        """Apply the answers of the stores. Returns the requests whose lookups have all been answered."""
+        self.is_partly_applied, answered = True, list[PendingPrefetch]()
         for kind, ended in itertools.groupby(answers, type):
             if kind is ReadDone:
-                self._land(cast("Iterable[ReadDone]", ended))
+                self._apply_reads(cast("Iterable[ReadDone]", ended))
                 continue
             for done in ended:
                 if not isinstance(done, ReadDone) and done.ticket in self._jobs.lookups:
@@ -1417,8 +1440,8 @@ class Prefetcher(Movement):
         return answered
 
     def _note_answer(self, done: FindDone | Stalled) -> list[PendingPrefetch]:
-        """Enter the answer of a store, or its stall, and ask the next store. Returns the request if all have answered.
-        A late answer adds a store to the read list."""
+        """Apply the answer or the stall of a lookup, and query the next store. Returns the request if all stores have
+        answered. A late answer adds a store to the read list."""
         lookup = self._jobs.take_lookup(done)
         request = lookup.request
         if request.located is not lookup.located:
@@ -1435,44 +1458,45 @@ class Prefetcher(Movement):
         return [] if self._jobs.look_up(request, located, located.unknown()) else [request]
 
     def _submit(self) -> bool:
-        """Reserve host pages and queue jobs that read them, a few, so that the step ends soon. Whether any was queued.
-        A request without free host pages blocks the requests behind it while it has pages in flight; else it is
-        postponed."""
-        num_jobs, num_pages, has_room = 0, 0, True
+        """Reserve host pages and queue a bounded number of jobs. Returns whether any was queued. If a request gets no
+        host page, it blocks the requests after it while it has pages in flight; otherwise it is deferred."""
+        num_jobs, num_pages, has_capacity = 0, 0, True
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
         for request in _in_turn(filter(_READ_LIST, self._active)):
-            had_shared, more = request.has_shared, 1
+            had_coalesced, more = request.has_coalesced, 1
             if request.handle.is_preemptible:
                 more = min(_MOST_STEPS, max(4, int(num_steps)))
             num_times, max_jobs, max_pages = max(1, more // 4), more * _MAX_JOBS, more * _MAX_PAGES
             chosen = self._jobs.next_of(request, num_times)
-            while chosen is not None and has_room and num_jobs < max_jobs and num_pages < max_pages:
+            while chosen is not None and has_capacity and num_jobs < max_jobs and num_pages < max_pages:
                 queued = self._jobs.read(request, chosen, max_jobs - num_jobs, max_pages - num_pages)
-                num_jobs, num_pages, has_room = num_jobs + queued[0], num_pages + queued[1], queued[0] > 0
+                num_jobs, num_pages, has_capacity = num_jobs + queued[0], num_pages + queued[1], queued[0] > 0
                 if num_jobs < max_jobs and num_pages < max_pages:
                     chosen = self._jobs.next_of(request, num_times)
-            self._counters.shared.value += request.has_shared and not had_shared
+            self._counters.coalesced.value += request.has_coalesced and not had_coalesced
             self._note_planned(request)
-            if not (has_room or request.jobs):
+            if not (has_capacity or request.jobs):
                 self.apply(request, Event.LACKS_PAGES)
-                has_room = True
+                has_capacity = True
             elif request.is_idle:
-                self.apply(request, Event.LANDED)
-        bereft, self._jobs.bereft = self._jobs.bereft, []
-        for request in bereft:
+                self.apply(request, Event.ARRIVED)
+        lost_reads, self._jobs.lost_reads = self._jobs.lost_reads, []
+        for request in lost_reads:
             if request.stage in (Stage.READING, Stage.OVERLAPPING):
-                self.apply(request, Event.LANDED)
+                self.apply(request, Event.ARRIVED)
         return num_jobs > 0
 
-    def _land(self, answers: Iterable[ReadDone]) -> None:
-        """Give the pages that jobs read to the requests that wait for them. Pages that a job did not read are read from
-        the other store. If that store lacks them, a request cannot use the pages behind them."""
+    def _apply_reads(self, answers: Iterable[ReadDone]) -> None:
+        """Assign the pages that jobs read to the requests that wait for them. Pages that a job did not read are read
+        from the other store. If that store lacks them, the request cannot use the pages after them."""
         full, ended, waiting = self._context.full, self._jobs.take(answers), dict[PendingPrefetch, None]()
         claims = Counter[Prefetch]()
         for job in ended:
-            if job.component is full and job.requests and len(job.landed):  # pages count for the first request
-                claims[min(job.requests, key=_ARRIVAL).handle] += len(job.landed)
+            if (
+                job.component is full and job.requests and len(job.read_rows)
+            ):  # pages count for the first of its requests
+                claims[min(job.requests, key=_ARRIVAL).handle] += len(job.read_rows)
             waiting |= job.requests
             for request in job.requests:
                 del request.jobs[job]
@@ -1485,51 +1509,51 @@ class Prefetcher(Movement):
                 request.waited[component] = rows[is_read]
                 if is_held.any():
                     request.lock(component, rows[is_held])
-                    request.num_landed += int(np.count_nonzero(is_held)) if component is full else 0
+                    request.num_arrived += int(np.count_nonzero(is_held)) if component is full else 0
                     request.progress_s = now_s if request.handle.overlaps else request.progress_s
                 if not (is_read | is_held).all():
                     lost.append((request, component, rows[~(is_read | is_held)]))
         for request, component, rows in lost:
             self._read_elsewhere(request, component, rows, [job for job in ended if job.component is component])
         for request in waiting:
-            self.apply(request, Event.LANDED)
+            self.apply(request, Event.ARRIVED)
 
     def _read_elsewhere(
         self, request: PendingPrefetch, component: CacheComponent, rows: Rows, ended: Sequence[PageRead]
     ) -> None:
-        """Read pages from the other store that jobs did not read."""
+        """Read the pages that jobs did not read from the other store."""
         for store in {job.store for job in ended}:
             of_store = np.concatenate([job.rows for job in ended if job.store is store])
-            gone = request.read_elsewhere(component, rows[np.isin(rows, of_store)], store)
-            if len(gone):
-                self._cut(request, int(gone.min()))
+            dropped = request.read_elsewhere(component, rows[np.isin(rows, of_store)], store)
+            if len(dropped):
+                self._cut(request, int(dropped.min()))
         self._note_planned(request)
 
     def _cut(self, request: PendingPrefetch, page: int) -> None:
-        """Record that a page does not arrive. Pages behind it are of no use, unless the request computes the page: a
-        full page, but no state or window at the end."""
+        """Record that a page does not arrive. Pages after it are of no use, unless it is a full page that an overlapped
+        request computes."""
         request.has_failed, located = True, request.located
         assert located is not None
         if not request.handle.overlaps:
             request.read_list.clear()
-            self._jobs.leave(request, lambda _, pages: pages > page)
+            self._jobs.stop_waiting(request, lambda _, pages: pages > page)
         elif located.usable_end(request.end) < request.end:
             request.read_list.clear()
-            self._jobs.leave(request)
+            self._jobs.stop_waiting(request)
 
     # Overlapped prefills
 
     def is_next_on_host(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether the host has the page behind the first `num_tokens`, which are computed."""
+        """Whether the host has the page after the first `num_tokens`, which are computed."""
         page = num_tokens // self._context.tree.page_size
         if page >= len(lease.keys) or self._request_of(lease) is None:
             return False
         return lease.keys[page] in self._context.full.pages
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """The end of a pass from token `start` to at most `end`: the end of a page, so that requests share all computed
-        pages and a recurrent state; the beginning of the next pages that arrived; or about where computing and reading
-        meet. Reads of pages that the pass computes are cancelled."""
+        """Return the end of a pass from token `start`, at most `end`: a page boundary before the next pages that
+        arrived, and about where computing and reading will meet. Reads of pages that the pass computes are
+        cancelled."""
         if not self._requests or (request := self._request_of(lease)) is None:
             return end
         keys, pages, page = lease.keys, self._context.full.pages, self._context.tree.page_size
@@ -1542,46 +1566,46 @@ class Prefetcher(Movement):
         if start < (page_end := end // page * page) < len(keys) * page:
             end = page_end
         request.computed_end = computed = max(request.computed_end, -(-end // page))
-        self._jobs.leave(request, lambda at, indices: (indices < computed) & (at.name == FULL))
+        self._jobs.stop_waiting(request, lambda at, indices: (indices < computed) & (at.name == FULL))
         return end
 
     def _request_of(self, lease: Lease) -> PendingPrefetch | None:
-        """The request of a lease, if pages are read for it."""
+        """Return the prefetch of a lease, if pages are still read for it."""
         request = self._requests.get(lease.request_id)
         return request if request is not None and request.lease is lease else None
 
     def _can_overlap(self, request: PendingPrefetch) -> bool:
-        """Whether a request lacks enough pages."""
+        """Whether a request lacks enough pages to be overlapped."""
         return request.handle.overlaps and request.end - request.missing[0] >= self.least_overlap_pages
 
     def _is_worth_computing(self, request: PendingPrefetch, wait_s: float | None) -> bool:
-        """Whether enough pages are computed before the rest arrives. `wait_s`: seconds until all arrive, by the rates
-        or by the silence so far; None: unknown."""
+        """Whether enough pages would be computed before the others arrive. `wait_s`: estimated seconds until all
+        arrive; None: unknown."""
         start, end = request.missing
         page = self._context.tree.page_size
         compute_s = self._policy.cost.prefill_s(start * page, end * page)
         return wait_s is None or not compute_s or wait_s >= _LEAST_COMPUTED_SHARE * (wait_s + compute_s)
 
     def _meeting(self, request: PendingPrefetch, start: int, end: int) -> int:
-        """The end of a pass to at most `end`, so that reading arrives there when the pass ends: the tokens between are
-        divided by the two rates. A store that reads less than before, or than its rate, counts by its present reads."""
+        """Return the position, at most `end`, at which computing and reading meet if both continue at their rates. If a
+        store is slower than its measured rate, its present reads determine its rate."""
         page = self._context.tree.page_size
         num_left = request.missing[1] * page - start
         compute_s = self._policy.cost.prefill_s(start, start + num_left) if num_left > 0 else None
         if not compute_s or not len(request.awaited):
             return end
         read_s = self._rest_s(request, num_left // page)
-        if not (read_s or request.num_landed):
+        if not (read_s or request.num_arrived):
             return end
-        # The pages that landed since its reads began, and those of its first job in flight, as if it ended now.
-        num_pages = request.num_landed + next((len(job.rows) for job in request.jobs), 0)
+        # Pages that arrived since its reads began, and those of its first job in flight as if it ended now.
+        num_pages = request.num_arrived + next((len(job.rows) for job in request.jobs), 0)
         if num_pages:
             read_s = max(read_s, (self._clock() - request.begun_s) * num_left / (num_pages * page))
         num_tokens = max(_LEAST_PASS_PAGES * page, int(num_left * read_s / (read_s + compute_s)))
         return (start + num_tokens) // page * page
 
     def _rest_s(self, request: PendingPrefetch, num_pages: int) -> float:
-        """Seconds of reading by the rates of its stores, in parallel; 0 if none is known."""
+        """Return the seconds of reading in parallel, by the rates of its stores; 0 if no rate is known."""
         stores = {job.store for job in request.jobs}
         bits = [int(np.bitwise_or.reduce(part.stores)) for part in request.read_list.values()]
         stores.update(store for store in self._context.stores if any(of & store.bit for of in bits))
@@ -1592,8 +1616,8 @@ class Prefetcher(Movement):
     # Load or recompute
 
     def _choose_again(self, *, is_new: bool) -> None:
-        """Stop the waits whose time has passed. If there is news, or a wait may have become too long, compare for the
-        others, some at each poll."""
+        """End the waits whose deadline has passed. After a change, or if a wait may have become too long, compare again
+        for the other requests, some at each poll."""
         now_s = self._clock()
         is_late = now_s >= self._choose_at_s
         while self._timed and (request := next(iter(self._timed))).until_s <= now_s:
@@ -1608,13 +1632,15 @@ class Prefetcher(Movement):
         for request in turn:
             del self._undecided[request]
         if turn:
-            self._undecided.update({request: None for request in turn if request.is_urgent})  # to the end
+            self._undecided.update(
+                {request: None for request in turn if request.is_urgent}
+            )  # compares up to the last urgent request
             self._choose(turn)
 
     def _choose(self, requests: Iterable[PendingPrefetch]) -> None:
-        """End the waits, in mode auto, that cost all requests more than computing the missing pages. The read list of a
-        request that stops delays no request behind it. A preemptible request is so no longer on the same condition.
-        Active requests come in turn; queued ones after them."""
+        """In mode auto, end the waits that delay all requests more than computing the missing pages. A request that
+        stops waiting no longer delays the reads of later ones. On the same condition, a preemptible request stops being
+        preemptible. Active requests are compared in their order, then queued ones."""
         waiting = {r: None for r in requests if r.handle.mode == "auto" and r.is_urgent and not r.handle.ended}
         if not waiting:
             return
@@ -1628,43 +1654,44 @@ class Prefetcher(Movement):
                 backlog.add(request)
 
     def _compare(self, request: PendingPrefetch, backlog: _Backlog, num_delayed: int, now_s: float) -> bool:
-        """Compare waiting with computing for one request; whether it stops waiting. `num_delayed`: other requests that
-        computing would delay now. If there are none, an overlapped prefill waits for the answers of the stores, and
-        longer only if they read much faster than the GPU computes.
+        """Compare waiting with computing for one request. Returns whether it stops waiting. `num_delayed`: other
+        requests that computing would delay now. If there are none, an overlapped prefill waits only for lookups, unless
+        the stores read much faster than the GPU computes.
 
-        A wait that has begun counts the delayed requests of its beginning, because the device is idle once all wait,
-        and all would stop together. It has patience, because rates vary with parallel writes. A wait without progress
-        ends when computing would have ended: a stalled disk doubles the time at most.
+        A wait in progress keeps the number of delayed requests of its beginning. This number is 0 when all requests
+        wait, and then all waits would end together. The wait may exceed its limit by `_TOLERANCE`, because rates vary
+        with parallel writes. A wait without progress ends after the time of computing, so a stalled disk at most
+        doubles the time.
         """
         page, has_begun = self._context.tree.page_size, request.num_delayed is not None
-        # Windows and states come last, and full pages are of no use without them.
+        # Windows and states are read last, and full pages are of no use without them.
         start, end = request.missing if len(self._context.components) == 1 else (0, request.end)
         start, end = max(request.num_usable, request.computed_end, start) * page, end * page
         if start >= end:
             return False
-        wait_s, silent_s, policy = self._wait_s(request, backlog), now_s - request.progress_s, self._policy
+        wait_s, no_progress_s, policy = self._wait_s(request, backlog), now_s - request.progress_s, self._policy
         if request.handle.is_preemptible:
             others = num_delayed - self._load.is_delayed(request.handle.request_id)
             estimate = policy.compare_wait(wait_s, start, end, others)
-            if others and not estimate.is_worth_loading(silent_s):
+            if others and not estimate.is_worth_loading(no_progress_s):
                 self._stop_waiting(request)
             elif others:
                 self._note_limit(request, estimate.limit_s)
             return False
         if not num_delayed and self._can_overlap(request):
             compute_s = policy.cost.longest_wait_s(start, end)
-            likely_s = None if wait_s is None else max(wait_s, silent_s)
+            likely_s = None if wait_s is None else max(wait_s, no_progress_s)
             if request.stage is Stage.READING:
                 overlaps = self._is_worth_computing(request, likely_s)
             else:
-                overlaps = silent_s > _ANSWER_SHARE * compute_s
+                overlaps = no_progress_s > _ANSWER_SHARE * compute_s
             if overlaps and math.isfinite(compute_s):
                 self._stop_waiting(request, is_preemptible=True)
                 return True
             self._note_limit(request, 0.0 if math.isfinite(compute_s) else math.inf)
         num_delayed = num_delayed if request.num_delayed is None else request.num_delayed
         estimate = policy.compare_wait(wait_s, start, end, num_delayed)
-        if not estimate.is_worth_loading(silent_s, _PATIENCE if has_begun else 1.0):
+        if not estimate.is_worth_loading(no_progress_s, _TOLERANCE if has_begun else 1.0):
             self._log_first(estimate)
             is_first = request.stage is Stage.READING and not has_begun
             (self._counters.skipped if is_first else self._counters.abandoned).value += 1
@@ -1676,12 +1703,12 @@ class Prefetcher(Movement):
             self._counters.waited.value += 1
         return False
 
-    def _note_limit(self, request: PendingPrefetch, silent_s: float) -> None:
-        """Have a poll compare for a request again once no page of it has arrived for `silent_s`."""
-        self._choose_at_s = min(self._choose_at_s, request.progress_s + silent_s)
+    def _note_limit(self, request: PendingPrefetch, no_progress_s: float) -> None:
+        """Schedule another comparison for a request when none of its pages has arrived for `no_progress_s`."""
+        self._choose_at_s = min(self._choose_at_s, request.progress_s + no_progress_s)
 
     def _stop_waiting(self, request: PendingPrefetch, *, is_preemptible: bool = False) -> None:
-        """Let a request be admitted; computing delays it from now on."""
+        """End the wait of a request. From now on, computing for other requests delays it."""
         is_queued = request.stage in _QUEUED_STAGES
         if is_queued:
             self._discard(request)
@@ -1701,8 +1728,8 @@ class Prefetcher(Movement):
             )
 
     def _wait_s(self, request: PendingPrefetch, backlog: _Backlog) -> float | None:
-        """Seconds until its last page is on the device, behind the jobs before it; stores read in parallel. For a
-        queued request a lower bound: until its turn. None if unknown."""
+        """Return the seconds until its last page is on the device, with the jobs before it; stores read in parallel.
+        For a queued request this is a lower bound. None: unknown."""
         if request.located is None:
             queues_s = [self._read_s(store, num_bytes) for store, num_bytes in backlog.num_bytes.items()]
             return min([queue_s for queue_s in queues_s if queue_s is not None], default=None)
@@ -1723,26 +1750,26 @@ class Prefetcher(Movement):
 
 _Action = Callable[[Prefetcher, PendingPrefetch], None]
 TRANSITIONS: dict[tuple[Stage, Event], tuple[Stage, _Action]] = {
-    (Stage.QUEUED, Event.BEGIN): (Stage.ASKING, Prefetcher._look_up),
-    (Stage.POSTPONED, Event.BEGIN): (Stage.ASKING, Prefetcher._look_up),
-    (Stage.ASKING, Event.ANSWERED): (Stage.READING, Prefetcher._plan),
+    (Stage.QUEUED, Event.BEGIN): (Stage.LOOKING_UP, Prefetcher._look_up),
+    (Stage.DEFERRED, Event.BEGIN): (Stage.LOOKING_UP, Prefetcher._look_up),
+    (Stage.LOOKING_UP, Event.ANSWERED): (Stage.READING, Prefetcher._plan),
     (Stage.OVERLAPPING, Event.ANSWERED): (Stage.OVERLAPPING, Prefetcher._plan),
-    (Stage.READING, Event.LANDED): (Stage.READING, Prefetcher._advance),
-    (Stage.OVERLAPPING, Event.LANDED): (Stage.OVERLAPPING, Prefetcher._advance),
-    (Stage.READING, Event.RETRY): (Stage.ASKING, Prefetcher._restart),
+    (Stage.READING, Event.ARRIVED): (Stage.READING, Prefetcher._advance),
+    (Stage.OVERLAPPING, Event.ARRIVED): (Stage.OVERLAPPING, Prefetcher._advance),
+    (Stage.READING, Event.RETRY): (Stage.LOOKING_UP, Prefetcher._restart),
     (Stage.OVERLAPPING, Event.RETRY): (Stage.OVERLAPPING, Prefetcher._restart),
-    (Stage.ASKING, Event.LACKS_PAGES): (Stage.POSTPONED, Prefetcher._postpone),
-    (Stage.READING, Event.LACKS_PAGES): (Stage.POSTPONED, Prefetcher._postpone),
+    (Stage.LOOKING_UP, Event.LACKS_PAGES): (Stage.DEFERRED, Prefetcher._defer),
+    (Stage.READING, Event.LACKS_PAGES): (Stage.DEFERRED, Prefetcher._defer),
     (Stage.OVERLAPPING, Event.LACKS_PAGES): (Stage.OVERLAPPING, Prefetcher._stop_reading),
-    (Stage.ASKING, Event.EXHAUSTED): (Stage.ENDED, Prefetcher._complete),
+    (Stage.LOOKING_UP, Event.EXHAUSTED): (Stage.ENDED, Prefetcher._complete),
     (Stage.READING, Event.EXHAUSTED): (Stage.ENDED, Prefetcher._complete),
     (Stage.OVERLAPPING, Event.EXHAUSTED): (Stage.OVERLAPPING, Prefetcher._stop_reading),
-    (Stage.ASKING, Event.ADMIT): (Stage.OVERLAPPING, Prefetcher._overlap),
+    (Stage.LOOKING_UP, Event.ADMIT): (Stage.OVERLAPPING, Prefetcher._overlap),
     (Stage.READING, Event.ADMIT): (Stage.OVERLAPPING, Prefetcher._overlap),
     (Stage.OVERLAPPING, Event.JOIN): (Stage.OVERLAPPING, Prefetcher._join),
     (Stage.QUEUED, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
-    (Stage.ASKING, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
+    (Stage.LOOKING_UP, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
     (Stage.READING, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
-    (Stage.POSTPONED, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
+    (Stage.DEFERRED, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
     (Stage.OVERLAPPING, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
 }

@@ -1,4 +1,4 @@
-"""Loads in steps under `exclusive`, where device and host hold different pages, and pages are evicted for a load.
+"""Loads in steps, for loads that evict pages from the device under the write policy `exclusive`.
 
 A request gets capacity on the device before it is admitted, and no call waits for the copies of evicted pages:
 
@@ -9,15 +9,14 @@ A request gets capacity on the device before it is admitted, and no call waits f
     | READY    | the request is admitted, or another one needs the capacity | it ends                           |
     | FAILED   | the caller gets the error                                  | it ends                           |
 
-A load of its prefix that fails leads from every stage to FAILED, and so does a component without capacity from
-EVICTING. `require` begins, and raises `ExchangePending` until the stage is READY; `poll` takes a step. From its first
-call on, the pages of the request on the device are locked, and so are the pages on the host that it loads.
+If a load of its prefix fails, a request moves from any stage to FAILED; in EVICTING also if a component has no
+capacity. `require` starts the load, and raises `ExchangePending` until the stage is READY; `poll` advances it. From the
+first call on, the request's pages on the device, and the host pages that it loads, are locked.
 
-Full pages are loaded in steps if the host lacks capacity for all that leaves. The host drops what the device has as
-well: what leaves for a step is copied to the places of pages that earlier steps have loaded, while the step before it
-is loaded. So at most two steps are on both tiers. The last step is loaded layer by layer when the request is admitted,
-and the windows and states of its prefix with it. Only one request at a time loads in steps, for two would take each
-other's capacity."""
+Full pages are loaded in steps if the host has too few free pages for the victims. While a step is loaded, the victims
+of the next step are copied to the host pages of earlier steps, which the device has by now. So at most two steps are on
+both tiers. The last step is loaded layer by layer when the request is admitted, with the windows and states of its
+prefix. Only one request at a time loads in steps, because two would take each other's capacity."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from hicache.flow.prompt import Prompt
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.tiers import FULL, Component, Store
 
-_AHEAD_SHARE = 8  # of the device, the most that is evicted ahead, as a divisor
+_AHEAD_SHARE = 8  # divisor: at most this share of the device is evicted in advance
 
 
 class Stage(Enum):
@@ -51,19 +50,20 @@ class Stage(Enum):
     FAILED = auto()
 
 
-_UNDER_WAY = (Stage.EVICTING, Stage.LOADING)
+_IN_PROGRESS = (Stage.EVICTING, Stage.LOADING)
 
 
 class StagedRequest:
-    """A request that loads in steps. Full pages of its prompt:
+    """A request that loads in steps. Intervals of full pages of its prompt:
 
     [0, num_held)      were on the device at the beginning
     [num_held, done)   were loaded in steps; `sources` counts pages that were read from stores
     [done, step_end)   the next step; the last step ends at `end`
     [done, end)        are locked on the host, as are the windows and states that the prefix needs: `pages`
 
-    `lease` locks what the device has of the prefix. `load`: of the last step that was submitted. `needed`: what has to
-    be free of each component when the request is admitted. `locks.close()` ends the locks. `error`: why it FAILED.
+    `lease`: locks the part of the prefix that is on the device. `load`: the load of the last submitted step. `needed`:
+    the tokens or states of each component that must be free at the admission. `locks.close()` ends the locks. `error`:
+    the reason for FAILED.
     """
 
     def __init__(self, lease: Lease, prompt: Prompt, admission: Admission, page_size: int) -> None:
@@ -90,33 +90,33 @@ class StagedLoad(Movement):
         self._steps = context.metrics.counter("exchange.loads", "steps of loads for which others left the device")
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether the next poll may take a step."""
-        return self._request is not None and self._request.stage in _UNDER_WAY
+    def is_in_progress(self) -> bool:
+        """Whether the next poll may start a step."""
+        return self._request is not None and self._request.stage in _IN_PROGRESS
 
     def of(self, request_id: str) -> StagedRequest | None:
-        """The request, if it loads in steps."""
+        """Return the staged request with this id, or None."""
         request = self._request
         return request if request is not None and request.lease.request_id == request_id else None
 
     def require_idle(self, request_id: str) -> None:
-        """Raise ExchangePending while the request loads in steps, and once the error if that failed."""
+        """Raise ExchangePending while the request loads in steps. If its load has failed, raise the error, once."""
         request = self.of(request_id)
         if request is not None and request.error is not None:
             self.end()
             raise request.error
-        if request is not None and request.stage in _UNDER_WAY:
+        if request is not None and request.stage in _IN_PROGRESS:
             raise ExchangePending(f"pages are exchanged for {request_id}: poll() until it is admitted")
 
     def require(self, request: CacheRequest, admission: Admission, located: Located) -> bool:
-        """Return when all that the admission takes is free. True: `admission` has to be counted again.
+        """Return when the capacity for the admission is free. Returns True if `admission` has to be counted again.
 
-        Raises ExchangePending until then, the shortage of a component, and TransferBusy if a step failed."""
+        Until then, it raises ExchangePending. Raises the shortage of a component, and TransferBusy if a step failed."""
         staged, components = self.of(request.request_id), self._context.components
         is_free = all(component.needed(admission) <= component.available() for component in components)
         if is_free and (staged is not None or self._is_one_step(admission)):
             return False
-        if staged is None and self.is_under_way:
+        if staged is None and self.is_in_progress:
             raise ExchangePending("pages are exchanged for another request: poll() until it is admitted")
         self.end()
         self._begin(request, admission, located)
@@ -125,15 +125,15 @@ class StagedLoad(Movement):
         return True
 
     def advance(self) -> None:
-        """Wait for the copies of a step, and begin the next one."""
+        """Wait for the copies of a step, and start the next one."""
         self._copies.wait_for_evicted()
         load = None if self._request is None else self._request.load
         self._copies.end_loads([] if load is None else [load])
         self.poll()
 
     def end(self, request_id: str | None = None) -> bool:
-        """Load no further for the request, or for any. Returns whether one did. Loaded pages stay on the device,
-        unlocked."""
+        """End the staged load of this request, or of any. Returns whether there was one. Loaded pages stay on the
+        device, unlocked."""
         request = self._request if request_id is None else self.of(request_id)
         if request is not None:
             self._request = None
@@ -141,15 +141,15 @@ class StagedLoad(Movement):
         return request is not None
 
     def end_ready(self, request_id: str) -> bool:
-        """End another request that is READY. Returns whether there was one."""
+        """End the staged load of another request that is READY. Returns whether there was one."""
         request = self._request
         is_other = request is not None and request.stage is Stage.READY and self.of(request_id) is None
         return is_other and self.end()
 
     def evict_ahead(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
-        """Evict for the next slots of `leases`, so that they wait for no copy then: the number that prompts took since
-        the last call, while tokens of prompts are left, and a page for each lease. Does nothing before a request has
-        taken slots again."""
+        """Evict pages before `leases` need their slots, so that they need not wait for copies: the number of slots that
+        prompts took since the last call, while prompt tokens are left, and a page per lease. Does nothing until a
+        request has taken slots again."""
         if not self._is_eviction_due:
             return
         num_taken, self._num_taken, self._is_eviction_due = self._num_taken, 0, False
@@ -161,11 +161,11 @@ class StagedLoad(Movement):
                 self._copies.prepare(component, size)
 
     def note_taken(self, num_slots: int) -> None:
-        """A request took `num_slots` slots for tokens to be computed."""
+        """Record that a request took `num_slots` slots for tokens to be computed."""
         self._num_taken, self._is_eviction_due = self._num_taken + num_slots, True
 
     def poll(self) -> bool:
-        """Take the next step, if the copies of the last one have ended. Returns whether anything was done."""
+        """Start the next step if the copies of the last one have ended. Returns whether anything changed."""
         request = self._request
         if request is None or request.stage is Stage.FAILED:
             return False
@@ -178,20 +178,20 @@ class StagedLoad(Movement):
         sizes: Mapping[CacheComponent, int] = request.needed if is_last else {self._context.full: num_slots}
         lacking = [component for component, size in sizes.items() if not self._copies.prepare(component, size)]
         for component in lacking:
-            if not component.num_leaving:
+            if not component.num_evicting:
                 return self._fail(request, component.shortage(sizes[component]))
         if lacking or not (is_last or self._copies.can_load()):
             return False
         if is_last:
             request.stage = Stage.READY
         elif self._has_grown(request):
-            self.end()  # other requests loaded pages of its prompt: the rest is found when it asks again
+            self.end()  # other requests loaded pages of its prompt; the next `acquire` counts the rest
         else:
             self._load_step(request, num_slots)
         return True
 
     def is_busy(self) -> bool:
-        """Its copies are those of `Copies`."""
+        """Return False: `Copies` owns the copies of the steps."""
         return False
 
     def device_locks(self, component: Component) -> Iterable[Rows]:
@@ -208,7 +208,7 @@ class StagedLoad(Movement):
         request = self._request
         return [request.pages[component].rows] if request is not None and component in request.pages else []
 
-    # Inside
+    # Implementation
 
     def _num_tokens(self, num_pages: int) -> int:
         return num_pages * self._context.tree.page_size
@@ -224,7 +224,7 @@ class StagedLoad(Movement):
         return pages.step_end(start, end, -(-num_slots // page), full.available() // page)
 
     def _begin(self, request: CacheRequest, admission: Admission, located: Located) -> None:
-        """Lock the prefix on the device, and the pages to be loaded on the host."""
+        """Lock the prefix on the device, and the host pages to load."""
         with ExitStack() as undo:
             lease = self._copies.pin(request, admission, undo)
             path = self._context.tree.path_rows(lease.node)
@@ -246,13 +246,13 @@ class StagedLoad(Movement):
             self._context.by_name[name].pages.unlock(rows)
 
     def _has_grown(self, request: StagedRequest) -> bool:
-        """Whether the device has more of the prefix than came for this request."""
+        """Whether the device has more pages of the prefix than this request has loaded."""
         tree, prompt = self._context.tree, request.prompt
         match = tree.match(prompt.tokens[: self._num_tokens(request.end)], prompt.namespace)
         return match.full_len > request.lease.node.depth_tokens
 
     def _load_step(self, request: StagedRequest, num_slots: int) -> None:
-        """Load the next step, and evict for the one after it."""
+        """Load the next step, and evict for the step after it."""
         full, done, of_full = self._context.full, request.step_end, request.pages[FULL]
         step, rest = of_full.between(request.done, done), of_full.between(done, request.end)
         slots = full.alloc(num_slots)
@@ -260,7 +260,11 @@ class StagedLoad(Movement):
             undo.callback(full.free, slots)
             length = self._num_tokens(request.end)
             load = self._copies.load(request.lease, request.prompt, {FULL: step}, slots, length)
-            request.load, request.pages[FULL], request.done = load, rest, done  # the load has the locks of the step now
+            request.load, request.pages[FULL], request.done = (
+                load,
+                rest,
+                done,
+            )  # the load now owns the locks of the step
             request.stage = Stage.LOADING
             undo.pop_all()
         request.lease.read([load])
@@ -272,7 +276,7 @@ class StagedLoad(Movement):
 
     @staticmethod
     def _fail(request: StagedRequest, error: ResourceExhausted) -> bool:
-        """`require_idle` raises the error."""
+        """Move to FAILED. The next `require_idle` raises the error."""
         request.stage, request.error = Stage.FAILED, error
         request.locks.close()
         return True

@@ -1,4 +1,4 @@
-"""A clean shutdown and a flush: stores get the pages of the host, and pages that only the device has.
+"""Clean shutdown and flush: stores get the pages of the host, and the pages that only the device has.
 
 The first pages of all prompts are written before later pages. So the pages that a store has can be read, even if the
 shutdown is interrupted or the store has little capacity. A shutdown evicts all pages of the host before each batch,
@@ -29,7 +29,8 @@ from hicache.tiers import FULL, Component
 log = logging.getLogger(__name__)
 
 _PIECE_PAGES, _ANSWER_S = 16, 5.0
-# The share of host and store in one batch: raw pages have two host pages, and a store must not evict first pages.
+# The share of host and store that one batch may fill. Raw pages take two host pages, and the store must not evict the
+# first pages of prompts.
 _HOST_PARTS, _STORE_PARTS = 2, 8
 
 
@@ -43,7 +44,8 @@ class _Piece(NamedTuple):
 def store_promised(
     context: EngineContext, copies: Copies, writes: Sequence[Writes], settle: Callable[[], None]
 ) -> None:
-    """Write to the stores what the write policy promises. No lease may be left. `settle`: see `flush_host`."""
+    """Write all pages that the write policy keeps on host and device to the stores. All leases have ended. `settle`:
+    see `flush_host`."""
     if num_refused := flush_host(context, writes, settle):
         log.warning("%s", NotStored(num_refused, _faults(writes)))
     if not context.has_host or not writes:
@@ -75,13 +77,13 @@ def store_promised(
 def flush(
     context: EngineContext, copies: Copies, writes: Sequence[Writes], settle: Callable[[], None]
 ) -> NotStored | None:
-    """Returns the error of `CacheEngine.flush`. `settle`: see `flush_host`."""
+    """Flush all pages, and return the error of `CacheEngine.flush`, or None. `settle`: see `flush_host`."""
     num_left = flush_host(context, writes, settle) + _flush_device(context, copies, writes, settle)
     return NotStored(num_left, _faults(writes)) if num_left else None
 
 
 def _faults(writes: Sequence[Writes]) -> list[str]:
-    """Why stores do not take pages, each by the name of its tier."""
+    """Return the reasons for which stores refuse pages, each with the name of its tier."""
     return [f"the {each.tier.name} tier: {fault}" for each in writes if (fault := each.tier.write_fault)]
 
 
@@ -120,13 +122,13 @@ def _promised(context: EngineContext) -> Iterator[Rows]:
     policy, table, waiting = context.write_policy, context.tree.table, list(context.tree.root.children.values())
     while waiting:
         node = waiting.pop()
-        num_wanted = len(node.rows) if policy.at_eviction else first_gap(policy.wants(table, node.rows))
-        yield node.rows[:num_wanted]
-        waiting += node.children.values() if num_wanted == len(node.rows) else ()
+        num_selected = len(node.rows) if policy.at_eviction else first_gap(policy.selects(table, node.rows))
+        yield node.rows[:num_selected]
+        waiting += node.children.values() if num_selected == len(node.rows) else ()
 
 
 def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Component, int]:
-    """The most pages of each component in one batch."""
+    """Return the most pages of each component in one batch."""
     budgets = [budget for tier in tiers if (budget := tier.stats().budget_bytes)]
 
     def limit(component: CacheComponent) -> int:
@@ -137,13 +139,15 @@ def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Componen
 
 
 def _all_pieces(context: EngineContext, copies: Copies, limits: dict[Component, int]) -> list[_Piece]:
-    """All pages that the host lacks: first pages of prompts first, and of these the pages that were used last."""
+    """Return all pages that the host lacks, first pages of prompts first; of equal positions, the pages that were used
+    last."""
     pieces = [piece for rows in _promised(context) for piece in _pieces(copies, rows, limits)]
     return sorted(pieces, key=lambda piece: (piece.unsaved.first, -piece.last_use))
 
 
 def _pieces(copies: Copies, rows: Rows, limits: dict[Component, int]) -> Iterator[_Piece]:
-    """The pages of `rows` that the host lacks. The stores may have the full pages of a window or state already."""
+    """Yield the pages of `rows` that the host lacks. For a window or state, the stores may already have the full
+    page."""
     for unsaved in copies.unsaved(rows):
         most, last_use = min(_PIECE_PAGES, limits[unsaved.component.name]), unsaved.component.resident.order.at.last_use
         for first, last in spans(np.flatnonzero(copies.lacks(unsaved.component, unsaved.rows)).tolist()):

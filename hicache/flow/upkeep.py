@@ -1,4 +1,4 @@
-"""Calls about an engine as a unit: `check` of all slots, pages, states and rows; usage of its tiers; `reset`.
+"""Functions for one complete engine: `check` of all slots, pages, states and rows; usage of its tiers; `reset`.
 
 device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
 host     free + published + in flight = all pages of each component's pool, and no page twice
@@ -40,7 +40,7 @@ _TRANSFER_HELP: dict[str, tuple[MetricType, str]] = {
 
 
 class Inspection(NamedTuple):
-    """The movements of an engine, and the parts that they share. None: the engine lacks that tier."""
+    """The movements of an engine, and the parts that they share. None: the engine does not have this tier."""
 
     context: EngineContext
     copies: Copies
@@ -51,7 +51,7 @@ class Inspection(NamedTuple):
 def check_engine(
     context: EngineContext, leases: Sequence[Lease], loads: Sequence[Load], movements: Sequence[Movement]
 ) -> None:
-    """Raise `InvariantError` with every violation, those that the parts find in themselves included.
+    """Raise `InvariantError` with all violations, including those that the parts find themselves.
 
     `loads`: those that have not completed.
     """
@@ -79,13 +79,13 @@ def check_engine(
     num_rows = context.req_to_token.size - context.req_to_token.available_size()
     if num_rows != len(leases):
         found.append(f"rows: {num_rows} are taken by {len(leases)} leases")
-    found += [f"{type(movement).__name__}: applied in part" for movement in movements if movement.is_torn]
+    found += [f"{type(movement).__name__}: applied in part" for movement in movements if movement.is_partly_applied]
     if found:
         raise InvariantError("engine", found)
 
 
 def _lock_violations(component: CacheComponent, leases: Sequence[Lease], movements: Sequence[Movement]) -> list[str]:
-    """Of the device, where locks cover pages by their tokens."""
+    """Return the violations of the locks of one component."""
     order, tree = component.resident.order, component.tree
     locks = np.zeros_like(order.locks)
     of_leases = (tree.locked_rows(component.name, lease.node) for lease in leases)
@@ -100,7 +100,8 @@ def _lock_violations(component: CacheComponent, leases: Sequence[Lease], movemen
 
 
 def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
-    """Drop all unused pages from these tiers, stored elsewhere or not. Returns whether no page is left there."""
+    """Drop all unlocked pages from these tiers, whether or not other tiers have them. Returns whether the tiers are
+    empty."""
     for name in names:
         if name not in _TIERS:
             raise InvalidArgument(f"tier={name!r}: choose one of {', '.join(_TIERS)}")
@@ -123,17 +124,17 @@ def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
 
 
 def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> None:
-    """Enter how full the tiers and the tree are, and the numbers of the transfer backends, in the engine's metrics."""
+    """Register the usage of tiers and tree, and the numbers of the transfer backends, in the engine's metrics."""
     tree, gauge, full = context.tree, context.metrics.gauge, context.full
     total, available, of_tier = full.capacity, full.available, _gauges_of(context, "device")
     of_tier("total_tokens", "slots of the device tier", lambda: total)
-    gauge("device.free_tokens", "slots nobody holds", available)
-    of_tier("used_tokens", "slots that the cache or a request holds", lambda: total - available())
+    gauge("device.free_tokens", "free slots", available)
+    of_tier("used_tokens", "slots of the cache and of requests", lambda: total - available())
     of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - available() / total)
-    of_tier("evictable_tokens", "tokens cached and needed by no request", lambda: tree.evictable(FULL))
-    gauge("device.protected_tokens", "tokens cached and needed by a request or a copy", lambda: tree.protected(FULL))
+    of_tier("evictable_tokens", "cached tokens that may be evicted", lambda: tree.evictable(FULL))
+    gauge("device.protected_tokens", "cached tokens that requests or copies have locked", lambda: tree.protected(FULL))
     gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
-    gauge("engine.leases", "requests admitted and not released", num_leases)
+    gauge("engine.leases", "admitted requests that have not been released", num_leases)
     if context.has_host:
         _register_host(context)
     if context.exclusive is not None:
@@ -152,12 +153,12 @@ def _register_host(context: EngineContext) -> None:
     def used_tokens() -> int:
         return (total - free() - pages.num_raw) * host.page_tokens
 
-    of_tier("used_tokens", "tokens of host pages that somebody holds; of a raw page with two places once", used_tokens)
-    of_tier("used_ratio", "host pages that somebody holds over all, second ones included", lambda: 1 - free() / total)
-    context.metrics.gauge("host.free_pages", "host pages nobody holds", free)
+    of_tier("used_tokens", "tokens in host pages; a raw page counts once", used_tokens)
+    of_tier("used_ratio", "used host pages over all, including second pages of raw ones", lambda: 1 - free() / total)
+    context.metrics.gauge("host.free_pages", "free host pages", free)
     of_tier(
         "evictable_tokens",
-        "tokens that host pages hold or could hold which nobody needs, second ones included",
+        "tokens that free or evictable host pages can hold, including second pages of raw ones",
         lambda: pages.num_evictable * host.page_tokens,
     )
 
@@ -166,18 +167,18 @@ def _register_exclusive(pages: TierPages, metrics: Metrics, page_tokens: int) ->
     name, returned = "host.duplicate_tokens", "host.returned_tokens"
     metrics.gauge(
         name,
-        "tokens of host pages that the device is known to have as well",
+        "tokens of host pages that are also on the device",
         lambda: pages.num_first_out * page_tokens,
     )
     info: tuple[MetricType, str] = (
         "counter",
-        "tokens that the host dropped because the device had them, and that left the device, to be copied once more",
+        "tokens that the host dropped as duplicates and that the device evicted later: they are copied again",
     )
     metrics.read_from({returned: info}, lambda: {returned: pages.num_returned * page_tokens})
 
 
 def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callable[[], float]], None]:
-    """Enters what every tier has, as one family with the tier for a label."""
+    """Return a function that registers a gauge of a tier, in a family with the tier as a label."""
 
     def gauge(name: str, help: str, read: Callable[[], float]) -> None:
         context.metrics.gauge(f"{tier}.{name}", help, read, f"tier_{name}", tier=tier)
@@ -186,7 +187,7 @@ def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callabl
 
 
 def _register_transfer(context: EngineContext, prefix: str, component: str, transfer: TransferBackend) -> None:
-    """Metrics by the names of the backend's `stats`: `up_strided_bytes_per_second` is `transfer.up_strided_...`."""
+    """Register the `stats` of a transfer backend: `up_strided_bytes_per_second` becomes `transfer.up_strided_...`."""
     metrics: dict[str, tuple[MetricType, str]] = {}
     families: dict[str, tuple[str, dict[str, str]]] = {}
     for name in transfer.stats():

@@ -1,6 +1,6 @@
-"""The checks of arguments that every verb of the engine makes before it changes anything.
+"""Checks of the arguments of all engine methods, made before anything changes.
 
-Each function returns the value in the form that the flows take, or raises an error that names both sides.
+Each function returns the normalized value, or raises an error with the given value and the allowed ones.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from hicache.pages.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
 _MAX_COUNT = (1 << 63) - 1
-_MAX_RANK = (1 << 31) - 1  # of priorities and uses: ranks are sums of floats, which tell these apart
-MAX_NEXT_TURN_S = 86_400.0  # who comes later finds what is left
-_MAX_PASS_TOKENS, _MAX_PASS_S = 1 << 32, 1e6  # an estimate that one such pass spoils is soon right again
+_MAX_RANK = (1 << 31) - 1  # of priorities and uses; in this range, ranks (sums of floats) are exact
+MAX_NEXT_TURN_S = 86_400.0  # a day; a later turn may still hit pages that were not evicted
+_MAX_PASS_TOKENS, _MAX_PASS_S = (
+    1 << 32,
+    1e6,
+)  # bounds of one pass, so that a wrong report spoils the estimates only briefly
 
 
 def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1, known_len: int = 0) -> Tokens:
-    """At least `minimum` token ids as contiguous int64 `[n]`; no copy where they are. Raises `InvalidTokens`.
+    """Return at least `minimum` token ids as contiguous int64 `[n]`, without a copy if possible. Raises
+    `InvalidTokens`.
 
-    The first `known_len` are compared with valid ones elsewhere.
+    The caller compares the first `known_len` tokens with valid ones.
     """
     ids = pack_tokens(tokens)
     if len(ids) < minimum:
@@ -41,7 +45,7 @@ def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1, known_len: int = 0) ->
 
 
 def valid_namespace(namespace: str) -> str:
-    """Text that page keys can be made of. Raises `InvalidArgument`."""
+    """Return a namespace that can be part of page keys. Raises `InvalidArgument`."""
     if not isinstance(namespace, str):
         raise InvalidArgument(f"namespace={namespace!r} is of type {type(namespace).__name__}; give a str")
     try:
@@ -68,7 +72,7 @@ def valid_mode(mode: PrefetchMode) -> PrefetchMode:
 
 
 def valid_number(name: str, value: Any, maximum: float = math.inf) -> float:
-    """A number from 0 to `maximum`. Raises `InvalidArgument`."""
+    """Return a number from 0 to `maximum`. Raises `InvalidArgument`."""
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise InvalidArgument(f"{name}={value!r} is of type {type(value).__name__}; give a number")
     if not 0 <= value <= maximum:
@@ -77,7 +81,7 @@ def valid_number(name: str, value: Any, maximum: float = math.inf) -> float:
 
 
 def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT, minimum: int = 0) -> int:
-    """A whole number from `minimum` to `maximum`, of any integer type but bool. Raises `InvalidArgument`."""
+    """Return an integer from `minimum` to `maximum`, of any integer type but bool. Raises `InvalidArgument`."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -91,21 +95,21 @@ def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT, minimum: int =
 
 
 def valid_interval(start: Any, end: Any) -> tuple[int, int]:
-    """Two positions. Raises `InvalidArgument`."""
+    """Return two positions. Raises `InvalidArgument`."""
     if type(start) is int and type(end) is int and 0 <= start <= _MAX_COUNT and 0 <= end <= _MAX_COUNT:
         return start, end
     return valid_count("start", start), valid_count("end", end)
 
 
 def valid_pass(num_tokens: Any, seconds: Any, mean_position: Any) -> tuple[int, float, float]:
-    """Tokens, seconds and mean position of a pass. Raises `InvalidArgument`."""
+    """Return tokens, seconds and mean position of a pass. Raises `InvalidArgument`."""
     tokens = valid_count("num_tokens", num_tokens, _MAX_PASS_TOKENS)
     position = tokens / 2 if mean_position is None else valid_number("mean_position", mean_position, _MAX_PASS_TOKENS)
     return tokens, valid_number("seconds", seconds, _MAX_PASS_S), position
 
 
 def valid_request(request: CacheRequest) -> CacheRequest:
-    """The same, its tokens packed. Raises `InvalidTokens` and `InvalidArgument`."""
+    """Return the request with contiguous tokens. Raises `InvalidTokens` and `InvalidArgument`."""
     if not isinstance(request, CacheRequest):
         raise InvalidArgument(f"a {type(request).__name__} was given for a request; give a CacheRequest")
     reserve, uses, points = request.reserve_tokens, request.expected_uses, request.branch_points

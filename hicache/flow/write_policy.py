@@ -1,4 +1,5 @@
-"""When pages are copied to the host. A policy of one's own is a class in its own file and an entry in `POLICIES`."""
+"""Write policies: when pages are copied to the host. To add a policy, write a class in a new file and add it to
+`POLICIES`."""
 
 from __future__ import annotations
 
@@ -13,38 +14,39 @@ from hicache.pages.table import Mask, PageTable, Rows
 
 
 class WritePolicy(Protocol):
-    """Asked on the scheduler thread. `at_eviction`: pages without a host copy are copied when they are evicted.
-    `is_exclusive`: a host that needs room drops first what the device has as well."""
+    """The contract of a write policy. Called on the scheduler thread. `at_eviction`: pages without a host copy are
+    copied when the device evicts them. `is_exclusive`: to free pages, the host first drops pages that are also on the
+    device."""
 
     at_eviction: bool
     is_exclusive: bool
 
-    def wants(self, table: PageTable, rows: Rows) -> Mask:
-        """Which of the pages `rows` of a prompt, which a request added or used just now, are to be copied at once. If a
-        page is not, what continues it is not copied either."""
+    def selects(self, table: PageTable, rows: Rows) -> Mask:
+        """Return which of the pages `rows` of a prompt, which a request has just added or used, are copied at once.
+        Pages after an unselected page are not copied either."""
 
 
 class WriteThrough:
-    """Everything, at once."""
+    """Copies all pages at once."""
 
     at_eviction = is_exclusive = False
 
-    def wants(self, table: PageTable, rows: Rows) -> Mask:
+    def selects(self, table: PageTable, rows: Rows) -> Mask:
         return np.ones(len(rows), np.bool_)
 
 
 class WriteBack:
-    """Nothing until the device evicts it, which then waits for the copy."""
+    """Copies a page when the device evicts it. The eviction waits for the copy."""
 
     at_eviction, is_exclusive = True, False
 
-    def wants(self, table: PageTable, rows: Rows) -> Mask:
+    def selects(self, table: PageTable, rows: Rows) -> Mask:
         return np.zeros(len(rows), np.bool_)
 
 
 class Exclusive(WriteBack):
-    """As `WriteBack`, and device and host hold different pages as far as the host needs room. No eviction waits, see
-    `hicache.flow.staged_load`."""
+    """Copies pages at eviction as `WriteBack`. To free pages, the host first drops pages that are also on the device.
+    No call waits for a copy, see `hicache.flow.staged_load`."""
 
     is_exclusive = True
 
@@ -58,7 +60,7 @@ POLICIES: dict[str, Callable[[EngineConfig], WritePolicy]] = {
 
 
 def make_write_policy(config: EngineConfig) -> WritePolicy:
-    """The policy that the configuration names. ConfigError for an unknown name."""
+    """Return the policy with the configured name. Raises ConfigError for an unknown name."""
     factory = POLICIES.get(config.write_policy)
     if factory is None:
         raise ConfigError(f"write_policy={config.write_policy!r} is unknown; use one of {', '.join(sorted(POLICIES))}")

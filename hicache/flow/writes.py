@@ -1,10 +1,9 @@
 """Writes of host pages to stores: to the disk, and independently to the remote store.
 
-`pages/writes.py: WriteScheduler` chooses the rows of a round. They are locked on the host until the store has answered:
-at most a share of a component's host pool. Pages that a store refused stay on the host, and are sent again when a
-request that used them ends. If a writer stalls, its pages stay locked until it returns, and other pages are written
-meanwhile. A raw page stays on the host, and the pages after it in its prompt are written: requests find them while the
-host has the raw page.
+`pages/writes.py: WriteScheduler` chooses the rows of a round, at most a share of a component's host pool. They are
+locked on the host until the store has answered. Pages that a store refused stay on the host, and are sent again when a
+request that used them ends. If a writer stalls, its pages stay locked until it returns, and other pages are written. A
+raw page is not written, but the pages after it in its prompt are: requests hit them while the host has the raw page.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from hicache.pages.writes import ROUND_SHARE, WriteBudget, WriteMode, WriteSched
 from hicache.storage.process.jobs import PageRows, Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
 
-REMOTE_SHARE = 0.25  # of a host pool: pages that are locked while they are written to the remote store
-_STORE_SHARE = 0.25  # of the budget of a store: bytes of one round
-_MAX_SENT_JOBS = 6  # in one step, so that it ends soon
-_JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # of one job at most
+REMOTE_SHARE = 0.25  # share of a host pool that may be locked by writes to the remote store
+_STORE_SHARE = 0.25  # share of the budget of a store that one round may write
+_MAX_SENT_JOBS = 6  # jobs sent in one poll, so that it ends soon
+_JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # the most pages and bytes of one job
 # If no budget is set, it is half of the measured rate of writes, so that reads have the other half.
 _MEASURED_BYTES, _BUDGET_SHARE = 256 << 20, 0.5
-_SOURCE, _ROWS = itemgetter(0), itemgetter(1)  # of a part of a round
+_SOURCE, _ROWS = itemgetter(0), itemgetter(1)  # accessors of one part of a round
 _LOOK_S = 0.05  # time between two attempts to write pages that the budget refused
-_ANNOUNCED_SHARE = 0.25  # of the store or host: bytes that are written between two announcements of prefixes
+_ANNOUNCED_SHARE = 0.25  # share of store or host that is written between two announcements of prefixes
 
 
 _Write = tuple[CacheComponent, Rows]  # the pages of one job
 
 
 class Writes(Movement):
-    """The writes to one store. Owned by the scheduler thread; the writer of the store sees frozen jobs only.
+    """The writes to one store. Owned by the scheduler thread. The store's writer gets only frozen jobs.
 
     `share`: of a component's host pool that may be locked by one round.
     """
@@ -62,15 +61,15 @@ class Writes(Movement):
         }
         self._components = {source: context.by_name[name] for name, source in self._sources.items()}
         self._scheduler = WriteScheduler([*self._components], store, budget, self._uses)
-        self._backlog = deque[_Write]()  # locked, and not sent yet
+        self._backlog = deque[_Write]()  # locked pages that were not sent yet
         self._writes: dict[int, _Write] = {}
         self._stalled = set[int]()  # tickets
         self._tickets = itertools.count()
         self._next_look_s = 0.0
-        self._times_lost = 0  # losses of the store process that events were told
+        self._times_lost = 0  # losses of the store process that the event log knows
         self._host_bytes = sum([each.host.num_pages * each.host.page_bytes for each in context.components])
         self._store_bytes = 0  # the budget of the store; 0: unknown
-        # The prefixes that written pages continue, in the order of their prompts, until they are announced.
+        # The prefixes of written pages, in the order of their prompts, until they are announced.
         self._prefix_keys = list[bytes]()
         self._prefix_rows = Seen()
         self._unannounced_bytes = 0
@@ -81,23 +80,26 @@ class Writes(Movement):
         metrics, budget, uses = self._context.metrics, self._budget, self._uses
         self._bytes, self._seconds = metrics.movement(
             name,
-            "bytes, before compression, of pages of a job that the store took",
-            "time that job took the writer, its share of a batch",
+            "bytes, before compression, of the accepted pages of a job",
+            "time of that job in the writer, or its share of a batch",
             movement="write",
             direction=f"host_to_{self.store.name}",
         )
-        self._failures = metrics.counter(f"{name}.failed_pages", "pages that the store did not take")
-        help = "bytes, before compression, of pages that the store lacked and took"
+        self._failures = metrics.counter(f"{name}.failed_pages", "pages that the store refused")
+        help = "bytes, before compression, of new pages that the store accepted"
         self._written = metrics.counter(f"{name}.written_bytes", help)
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "queued_pages": ("pages that wait, unlocked, for their turn", lambda: self.num_waiting)
+            "queued_pages": ("unlocked pages that wait to be written", lambda: self.num_waiting)
         }
         if uses is not None:
             gauges |= {
-                "budget_bytes_per_second": ("what may be written; 0: not known yet", lambda: budget.bytes_per_s),
-                "budget_left_ratio": ("what is left of 30 seconds of it", lambda: budget.level),
+                "budget_bytes_per_second": ("write budget; 0: not measured yet", lambda: budget.bytes_per_s),
+                "budget_left_ratio": (
+                    "share of the bucket (30 seconds of the budget) that is left",
+                    lambda: budget.level,
+                ),
                 "unread_pages": (
-                    "pages that the store took, and that no request has read from it since",
+                    "pages that the store accepted and that no request has read from it since",
                     lambda: uses.num_written - uses.num_read,
                 ),
             }
@@ -105,18 +107,18 @@ class Writes(Movement):
             metrics.gauge(f"{name}.{of}", help, read)
 
     def arrived(self, component: CacheComponent, rows: Rows) -> None:
-        """Queue the pages of the host that the store lacks."""
+        """Queue host pages that the store lacks."""
         self._scheduler.arrived(self._sources[component.name], rows)
 
     def used(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """Record that a request used the prefix with these keys, from any tier. The pages count as used in the store,
         and pages that it refused before are sent again.
 
-        A prefix counts as used after the pages that continue it, and pages after windows and states: these are evicted
-        first.
+        The order of uses is: windows and states, then full pages from the end of the prompt to its beginning. The store
+        evicts in this order.
         """
         self.tier.used([key for of_component in keys.values() for key in of_component])
-        # A page that is used often is queued once: not while pages wait.
+        # Refused pages are queued again only when no page waits, so that a page that is used often is queued once.
         is_again = not self.num_waiting and not self.tier.writes.refuses()
         for name, source in self._sources.items():
             if self._uses is not None:
@@ -134,7 +136,7 @@ class Writes(Movement):
         self._scheduler.resume()
 
     def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
-        """Which pages the host has and the store lacks, except those of ended sessions."""
+        """Return which pages the host has and the store lacks, except pages of ended sessions."""
         pages = component.pages
         lacking: Mask = pages.has(rows) & (pages.stored[rows] & self.store.bit == 0) & ~pages.order.has_ended[rows]
         return lacking
@@ -147,9 +149,9 @@ class Writes(Movement):
             if self._context.tree.events is not None and self.store is DISK:
                 self._context.tree.events.disk_lost()
         if outcomes:
-            self.is_torn = True
+            self.is_partly_applied = True
             self._apply(outcomes)
-            self.is_torn = False
+            self.is_partly_applied = False
         scheduler = self._scheduler
         if not scheduler.num_unanswered and (
             not scheduler.is_done or (scheduler.mode is WriteMode.COLD and self._context.clock() >= self._next_look_s)
@@ -161,7 +163,7 @@ class Writes(Movement):
 
     @property
     def num_waiting(self) -> int:
-        """Pages that wait for their round."""
+        """The number of pages that wait for a round."""
         return self._scheduler.num_waiting
 
     def is_busy(self) -> bool:
@@ -172,8 +174,8 @@ class Writes(Movement):
         return (np.flatnonzero(writing & self.store.bit),)
 
     def announce_prefixes(self) -> None:
-        """Tell the store that prefixes were used after the written pages that continue them. So the store evicts the
-        end of a prompt first."""
+        """Tell the store that the prefixes of written pages were used after these pages, so that it evicts the end of a
+        prompt first."""
         self.tier.used(self._prefix_keys)
         self._prefix_keys = []
         self._prefix_rows.age[:] = 0
@@ -201,8 +203,8 @@ class Writes(Movement):
             by_ticket = dict(zip(self._tickets, writes, strict=False))
             jobs, memory = list[WriteJob](), component.host.memory
             for ticket, (_, rows) in by_ticket.items():
-                keys, places = component.pages.table.keys_of(rows), component.pages.place[rows].tolist()
-                jobs.append(WriteJob(ticket, tuple(keys), PageRows(memory, places)))
+                keys, pool_pages = component.pages.table.keys_of(rows), component.pages.pool_page[rows].tolist()
+                jobs.append(WriteJob(ticket, tuple(keys), PageRows(memory, pool_pages)))
             if not self.tier.writes.submit(*jobs):
                 return
             self._writes |= by_ticket
@@ -258,13 +260,13 @@ class Writes(Movement):
         self._budget.spend(num_new * page_bytes, len(rows) * page_bytes)
         self._written.value += num_new * page_bytes
         self._unannounced_bytes += len(rows) * page_bytes
-        if component.name == FULL:  # their rows are locked: later these may belong to other pages
+        if component.name == FULL:  # now, while the rows are locked; later they may belong to other pages
             self._prefix_keys += table.keys_of(table.with_paths(rows, self._prefix_rows))
-        # The last writes first, as uses of pages: the end of a prompt is evicted first.
+        # The latest writes first, as in the order of uses: the end of a prompt is evicted first.
         pages.written(np.concatenate(written[::-1]), np.concatenate(oks[::-1]), self.store.bit)
 
     def _measure(self, num_bytes: int, seconds: float) -> None:
-        """If no budget is set, it is a share of the measured rate of writes."""
+        """Update the rate of writes. If no budget is set, the budget is a share of this rate."""
         self._measured_bytes += num_bytes
         self._measured_s += seconds
         if self._measured_bytes >= _MEASURED_BYTES and self._measured_s:
@@ -278,7 +280,7 @@ class Writes(Movement):
         assert events is not None
         events.removed(removed, "DISK")
         if watch is not None and component.name == FULL:
-            for pages in watch.told(component.pages.table.keys_of(taken)):
+            for pages in watch.announced(component.pages.table.keys_of(taken)):
                 events.stored(pages, "DISK")
 
 

@@ -96,12 +96,12 @@ class ServerStore:
         *,
         queue_jobs: int = 1024,
         full_bytes: int = 1 << 30,
-        tells_removed: bool = False,
+        reports_removed: bool = False,
     ) -> ServerStore:
         """Open the store, or create it.
 
         `identity`: every field that decides the meaning of a page's bytes, and "server", the name and release of the
-        server, like "vllm 0.32". `queue_jobs`, `full_bytes`: see `ServiceSettings`. `tells_removed`: see
+        server, like "vllm 0.32". `queue_jobs`, `full_bytes`: see `ServiceSettings`. `reports_removed`: see
         `StoreRequest`. Raises `ConfigError` for an unusable path or key, and `StoreError` if the store refuses, for
         example because the budget is too small for these pages.
         """
@@ -121,7 +121,7 @@ class ServerStore:
             identity,
             formats,
             key_of(disk),
-            tells_removed=tells_removed,
+            reports_removed=reports_removed,
             settings=ServiceSettings(readers=config.readers, queue_jobs=queue_jobs, full_bytes=full_bytes),
         )
         name = "" if config.is_served else store_name(identity, [format.page_bytes for format in formats])

@@ -123,12 +123,12 @@ class WaitingTier:
         self,
         keys: Sequence[bytes],
         page_bytes: int,
-        landed: Callable[[int, PageBuffer], None],
+        receive: Callable[[int, PageBuffer], None],
         wait_s: float = math.inf,
     ) -> int:
         """Read pages of `page_bytes`. Returns the number of pages read before the first missing one.
 
-        `landed(i, page)` receives page i, whose memory is reused when it returns; an exception in it ends the call.
+        `receive(i, page)` receives page i, whose memory is reused when it returns; an exception in it ends the call.
         `wait_s`: maximum wait for the next page, after which the page counts as missing.
         """
         staging, cancelled = self._for_reads, threading.Event()
@@ -150,7 +150,7 @@ class WaitingTier:
                     job = in_flight[0]
                     num_valid = sum(1 for _ in takewhile(bool, self._wait(job, wait_s)))
                     for page in job.pages[:num_valid]:
-                        landed(num_read, page)
+                        receive(num_read, page)
                         num_read += 1
                     if num_valid < len(job.taken):
                         break

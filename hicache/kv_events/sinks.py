@@ -78,17 +78,17 @@ class FileSink:
         except OSError as error:
             raise ConfigError(f"kv_events=file:{path}: {error.strerror}; give a file that can be written") from error
         os.set_blocking(self._file, True)
-        self._is_torn = False
+        self._is_line_incomplete = False
 
     def send(self, batch: EventBatch) -> None:
         events = ",".join(json.dumps(event, separators=(",", ":")) for event in events_of(batch))
         line = f'{{"sequence":{batch.sequence},"time_s":{batch.time_s},"events":[{events}]}}\n'
         # After a partial write to a full disk, begin a new line, so that only the partial line is unreadable.
-        left = memoryview((("\n" if self._is_torn else "") + line).encode())
-        self._is_torn = True
+        left = memoryview((("\n" if self._is_line_incomplete else "") + line).encode())
+        self._is_line_incomplete = True
         while left:
             left = left[os.write(self._file, left) :]
-        self._is_torn = False
+        self._is_line_incomplete = False
 
     def serve(self) -> None:
         """Do nothing, because a file gets no requests of subscribers."""

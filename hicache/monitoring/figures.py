@@ -73,7 +73,7 @@ FIGURES: Mapping[str, Series] = {
     },
     **{
         f"prefetch.{outcome.replace('_', ' ')}": Series("hicache_prefetch_outcome_requests_total", {"outcome": outcome})
-        for outcome in ("waited", "skipped", "gave_up", "shared", "postponed")
+        for outcome in ("waited", "skipped", "abandoned", "coalesced", "deferred")
     },
     "gate.loaded": Series("hicache_restore_gate_loads_total", {"decision": "accepted"}),
     "gate.loaded unmeasured": Series("hicache_restore_gate_loads_total", {"decision": "unmeasured"}),
@@ -96,13 +96,13 @@ FIGURES: Mapping[str, Series] = {
 
 def figures(families: Iterable[Metric]) -> dict[str, float]:
     """Return the value of each figure by name, in the order of `FIGURES`. Values that are not finite are left out."""
-    wanted: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
+    by_name: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
     for figure, series in FIGURES.items():
-        wanted.setdefault(series.name, []).append((figure, series.labels))
+        by_name.setdefault(series.name, []).append((figure, series.labels))
     found: dict[str, float] = {}
     for family in families:
         for sample in family.samples:
-            for figure, labels in wanted.get(sample.name, ()):
+            for figure, labels in by_name.get(sample.name, ()):
                 if labels.items() <= sample.labels.items() and math.isfinite(sample.value):
                     found[figure] = found.get(figure, 0.0) + sample.value
     return {figure: found[figure] for figure in FIGURES if figure in found}

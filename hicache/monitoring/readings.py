@@ -83,13 +83,13 @@ class Change:
 def _quantile(reading: Reading, group: str, share: float, count: Callable[[str], float]) -> float | None:
     """Return a quantile of a histogram; None without an observation. Interpolates linearly between two bounds; above
     all bounds it returns the largest bound. `count`: number of observations up to a bound, by figure."""
-    below_s, below, wanted = 0.0, 0.0, share * count(f"{group}.+Inf")
-    if not wanted:
+    below_s, below, target = 0.0, 0.0, share * count(f"{group}.+Inf")
+    if not target:
         return None
     for figure, bound in reading.group(group):
         counted = count(figure)
-        if counted >= wanted and bound != "+Inf":
-            return below_s + (float(bound) - below_s) * (wanted - below) / (counted - below)
+        if counted >= target and bound != "+Inf":
+            return below_s + (float(bound) - below_s) * (target - below) / (counted - below)
         below_s, below = float(bound) if bound != "+Inf" else below_s, counted
     return below_s
 

@@ -40,11 +40,11 @@ def run(flags: argparse.Namespace) -> int:
         console.print(frame(client.server, history))
         return 0
     with contextlib.suppress(KeyboardInterrupt), _display(console) as show:
-        trouble = ""
+        error = ""
         while True:
-            show(frame(client.server, history, trouble))
+            show(frame(client.server, history, error))
             time.sleep(flags.interval)
-            trouble = _read_next(client, history)
+            error = _read_next(client, history)
     return 0
 
 
@@ -67,8 +67,8 @@ def _display(console: Console) -> Iterator[Callable[[RenderableType], None]]:
         yield lambda shown: live.update(shown, refresh=True)
 
 
-def frame(server: str, history: History, trouble: str = "") -> RenderableType:
-    """Return all tables of one reading. "now" covers the window of `history`, once it has two readings. `trouble`: the
+def frame(server: str, history: History, error: str = "") -> RenderableType:
+    """Return all tables of one reading. "now" covers the window of `history`, once it has two readings. `error`: the
     reason why there is no newer reading; it names the server."""
     reading, change = history.last, history.change
     sides = Table.grid(padding=(0, 2))
@@ -78,7 +78,7 @@ def frame(server: str, history: History, trouble: str = "") -> RenderableType:
             _transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens"), _drive(reading)
         ),
     )
-    status = Text(printable(trouble), style="bold red") if trouble else _about(server, reading)
+    status = Text(printable(error), style="bold red") if error else _about(server, reading)
     head = (status, _requests(reading), _latency(reading, change), _faults(reading))
     return Group(*head, _tiers(reading, change), Text(), sides)
 

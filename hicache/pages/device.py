@@ -24,17 +24,17 @@ class DevicePages(Columns):
     """Owned by the scheduler thread.
 
     `load`   number of the load in flight that writes the page; 0: none
-    `place`  index of the page's slots, or of its state, in `_slots`, which grows with the pages of the device only
+    `pool_page`  index of the page's slots, or of its state, in `_slots`, which grows with the pages of the device only
 
     `size`: of a page. `full`: the full pages of these windows or states; None: these are the full pages.
     `shares_slots`: their slots are those of `full`. The full pages at the end of a prompt are evicted first; windows
     and states at any time.
     """
 
-    fields: ClassVar = {"load": (np.int32, 0), "place": (np.int64, 0)}
-    unclean: ClassVar = frozenset({"place"})
+    fields: ClassVar = {"load": (np.int32, 0), "pool_page": (np.int64, 0)}
+    unclean: ClassVar = frozenset({"pool_page"})
     load: npt.NDArray[np.int32]
-    place: npt.NDArray[np.int64]
+    pool_page: npt.NDArray[np.int64]
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class DevicePages(Columns):
     ) -> None:
         self.table, self.size, self._full, self._shares_slots = table, size, full, shares_slots
         self.num_held = 0
-        self._slots = _NO_SLOTS  # int64 `[place, size]`, on the device of the first value
+        self._slots = _NO_SLOTS  # int64 `[pool_page, size]`, on the device of the first value
         self._free_places, self._first_free = NO_ROWS, 0  # a stack: free places from an index to the end
         self._numbers = NO_ROWS  # all places in order
         table.add_columns(self)
@@ -74,13 +74,13 @@ class DevicePages(Columns):
         tensor before the device gets or loses a page; then it may be a view."""
         if self._full is not None and self._shares_slots:
             return self._full.value(rows, is_kept=is_kept)
-        places = self._index(self.place[rows])
-        if isinstance(places, slice):
-            found = self._slots[places].view(-1)
+        pool_pages = self._index(self.pool_page[rows])
+        if isinstance(pool_pages, slice):
+            found = self._slots[pool_pages].view(-1)
             return own(found) if is_kept else found
         if self._slots.is_cpu:
-            return torch.from_numpy(self._slots.numpy()[places].reshape(-1))
-        return self._slots[self._ids(places)].view(-1)
+            return torch.from_numpy(self._slots.numpy()[pool_pages].reshape(-1))
+        return self._slots[self._ids(pool_pages)].view(-1)
 
     @property
     def evictable(self) -> int:
@@ -116,7 +116,7 @@ class DevicePages(Columns):
         self.order.leave(rows)
         if not self._shares_slots:
             self._first_free -= len(rows)
-            self._free_places[self._first_free : self._first_free + len(rows)] = self.place[rows]
+            self._free_places[self._first_free : self._first_free + len(rows)] = self.pool_page[rows]
 
     def use(self, rows: Rows) -> None:
         """Record that a request used those of these pages that the device has."""
@@ -151,30 +151,30 @@ class DevicePages(Columns):
             self._make_places(len(rows), value)
         free = self._free_places[self._first_free : self._first_free + len(rows)]
         self._first_free += len(rows)
-        self.place[self.table.span(rows) if len(rows) >= self.table.many else rows] = free
-        places = self._index(free)
+        self.pool_page[self.table.span(rows) if len(rows) >= self.table.many else rows] = free
+        pool_pages = self._index(free)
         if self._slots.is_cpu:
-            self._slots.numpy()[places] = value.numpy().reshape(-1, self.size)
+            self._slots.numpy()[pool_pages] = value.numpy().reshape(-1, self.size)
         else:
-            at = places if isinstance(places, slice) else self._ids(places)
+            at = pool_pages if isinstance(pool_pages, slice) else self._ids(pool_pages)
             self._slots[at] = value.reshape(-1, self.size)
 
-    def _make_places(self, num_places: int, value: torch.Tensor) -> None:
-        """Double the places, or add `num_places` if these are more."""
+    def _make_places(self, num_pool_pages: int, value: torch.Tensor) -> None:
+        """Double the places, or add `num_pool_pages` if these are more."""
         before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
-        self._slots = torch.cat((before, before.new_zeros(max(num_places, len(before)), self.size)))
+        self._slots = torch.cat((before, before.new_zeros(max(num_pool_pages, len(before)), self.size)))
         self._numbers = np.arange(len(self._slots))
         free = np.concatenate((self._free_places[self._first_free :], self._numbers[len(before) :]))
         self._free_places, self._first_free = np.empty(len(self._slots), np.int64), len(self._slots) - len(free)
         self._free_places[self._first_free :] = free
 
-    def _index(self, places: Rows) -> Index:
+    def _index(self, pool_pages: Rows) -> Index:
         """The same places as a slice if they are consecutive."""
-        if len(places) < _MANY or places[-1] - places[0] != len(places) - 1:
-            return places
-        at = slice(int(places[0]), int(places[-1]) + 1)
-        return at if (places == self._numbers[at]).all() else places
+        if len(pool_pages) < _MANY or pool_pages[-1] - pool_pages[0] != len(pool_pages) - 1:
+            return pool_pages
+        at = slice(int(pool_pages[0]), int(pool_pages[-1]) + 1)
+        return at if (pool_pages == self._numbers[at]).all() else pool_pages
 
-    def _ids(self, places: Rows) -> torch.Tensor:
+    def _ids(self, pool_pages: Rows) -> torch.Tensor:
         """Places as a tensor on the device of the slots, without a wait."""
-        return torch.from_numpy(places).pin_memory().to(self._slots.device, non_blocking=True)
+        return torch.from_numpy(pool_pages).pin_memory().to(self._slots.device, non_blocking=True)

@@ -101,35 +101,35 @@ class EventLog:
 
     def __init__(self) -> None:
         self._changes: list[PageChange] = []
-        self._told: dict[Medium, set[bytes]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+        self._announced: dict[Medium, set[bytes]] = {"GPU": set(), "CPU": set(), "DISK": set()}
         self._orphans: dict[bytes, dict[tuple[bytes, Medium], PagesStored]] = {}  # by parent
         self._parents: dict[bytes, bytes] = {}  # of orphans
-        self._gone: dict[bytes, None] = {}  # what the disk removed lately, oldest first
+        self._removed: dict[bytes, None] = {}  # what the disk removed lately, oldest first
 
     def stored(self, pages: PromptPages, medium: Medium, which: Sequence[bool] | None = None) -> None:
         """`pages` are held by `medium`: all of them, or those for which `which` is true."""
-        told, keys, start = self._told[medium], pages.keys, 0
+        announced, keys, start = self._announced[medium], pages.keys, 0
         while start < len(keys):
             end = start
-            while end < len(keys) and keys[end] not in told and (which is None or which[end]):
+            while end < len(keys) and keys[end] not in announced and (which is None or which[end]):
                 end += 1
             if end > start:
                 self._enter(pages.part(start, end), medium)
             start = end + 1
 
-    def landed(self, pages: PromptPages, *, from_disk: bool) -> None:
+    def loaded(self, pages: PromptPages, *, from_disk: bool) -> None:
         """Record pages that a read brought to the host. The disk may have removed some of them since."""
         self.stored(pages, "CPU")
         if from_disk:
-            self.stored(pages, "DISK", [key not in self._gone for key in pages.keys])
+            self.stored(pages, "DISK", [key not in self._removed for key in pages.keys])
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
         """`medium` holds these no more; it may not have held them."""
         self._drop(keys, medium)
         if medium == "DISK":
-            self._gone.update(dict.fromkeys(keys))
-            while len(self._gone) > _REMEMBERED:
-                del self._gone[next(iter(self._gone))]
+            self._removed.update(dict.fromkeys(keys))
+            while len(self._removed) > _REMEMBERED:
+                del self._removed[next(iter(self._removed))]
 
     def missed_on_disk(self, keys: Sequence[bytes]) -> None:
         """The disk, which does not tell all that it removes, was asked for these and has them not."""
@@ -138,12 +138,12 @@ class EventLog:
     def disk_lost(self) -> None:
         """Forget the content of the disk, whose last removals will not be reported, until pages are found again."""
         orphans = [key for siblings in self._orphans.values() for key, medium in siblings if medium == "DISK"]
-        self._drop([*self._told["DISK"], *orphans], "DISK")
+        self._drop([*self._announced["DISK"], *orphans], "DISK")
 
     def cleared(self) -> None:
         self._changes.append(AllRemoved())
-        for told in self._told.values():
-            told.clear()
+        for announced in self._announced.values():
+            announced.clear()
         self._orphans.clear()
         self._parents.clear()
 
@@ -154,34 +154,36 @@ class EventLog:
 
     def _enter(self, pages: PromptPages, medium: Medium) -> None:
         """They are new there. Told are those behind the first whose parent is known."""
-        for key in pages.keys if medium == "DISK" and self._gone else ():
-            self._gone.pop(key, None)
+        for key in pages.keys if medium == "DISK" and self._removed else ():
+            self._removed.pop(key, None)
         for at in range(len(pages.keys)):
             later = pages.part(at, len(pages.keys))
-            if later.previous_key is None or any(later.previous_key in told for told in self._told.values()):
-                self._tell(PagesStored(*later, medium))
+            if later.previous_key is None or any(
+                later.previous_key in announced for announced in self._announced.values()
+            ):
+                self._announce(PagesStored(*later, medium))
                 return
             key = later.keys[0]
             self._orphans.setdefault(later.previous_key, {})[key, medium] = PagesStored(*later.part(0, 1), medium)
             self._parents[key] = later.previous_key
 
-    def _tell(self, stored: PagesStored) -> None:
+    def _announce(self, stored: PagesStored) -> None:
         """Report pages, and then those that waited for them as their parents."""
-        to_tell = [stored]
-        for change in to_tell:
+        to_announce = [stored]
+        for change in to_announce:
             self._changes.append(change)
-            self._told[change.medium].update(change.keys)
+            self._announced[change.medium].update(change.keys)
             for key in change.keys if self._orphans else ():
                 for (orphan, medium), kept in self._orphans.pop(key, {}).items():
                     self._parents.pop(orphan, None)
-                    to_tell += [] if orphan in self._told[medium] else [kept]
+                    to_announce += [] if orphan in self._announced[medium] else [kept]
 
     def _drop(self, keys: Sequence[bytes], medium: Medium) -> None:
-        told = self._told[medium]
-        gone = [key for key in keys if key in told]
-        if gone:
-            self._changes.append(PagesRemoved(gone, medium))
-            told.difference_update(gone)
+        announced = self._announced[medium]
+        removed_keys = [key for key in keys if key in announced]
+        if removed_keys:
+            self._changes.append(PagesRemoved(removed_keys, medium))
+            announced.difference_update(removed_keys)
         for key in self._parents.keys() & keys if self._parents else ():
             self._forget(key, medium)
 

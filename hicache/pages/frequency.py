@@ -58,7 +58,7 @@ class _Remembered(Columns):
         self.size, self.is_empty = _LEAST_REMEMBERED, True
         self.grow(self.size)
 
-    def make_room(self, num_pages: int) -> None:
+    def ensure_free(self, num_pages: int) -> None:
         """Have entries for `num_pages` pages, within a limit."""
         size = min(_MOST_REMEMBERED, 1 << max(1, num_pages - 1).bit_length())
         if size > self.size:
@@ -162,7 +162,7 @@ class FadingFrequency(RankPolicy):
 
     def forget(self, at: Uses, rows: Rows, num_evictable: int) -> None:
         self._capacity = max(1, num_evictable)
-        self._evicted.make_room(int(_REMEMBERED * max(self._capacity, min(self.half_life, _MOST_REMEMBERED))))
+        self._evicted.ensure_free(int(_REMEMBERED * max(self._capacity, min(self.half_life, _MOST_REMEMBERED))))
         self._evicted.put(at.table.name[rows], at.uses[rows], at.used_at[rows])
         at.uses[rows] = 0.0
 
@@ -205,9 +205,9 @@ class FadingFrequency(RankPolicy):
             self._trust = max(_MIN_TRUST, self._trust / 4) if is_behind else min(1.0, self._trust * 2**0.25)
             self._shadow.num_hits = self._num_hits = 0
             self._judged_at = self._seen
-        wanted = max(1.0, _HALF_LIVES * self._median() * self._late_share() * self._trust)
-        if abs(math.log2(wanted / self.half_life)) > _TOLERANCE:
-            self.half_life = wanted
+        half_life = max(1.0, _HALF_LIVES * self._median() * self._late_share() * self._trust)
+        if abs(math.log2(half_life / self.half_life)) > _TOLERANCE:
+            self.half_life = half_life
             self.generation += 1
         if self._num_ages >= _FADE_AFTER:
             self._ages /= 2

@@ -51,7 +51,7 @@ MISS_HELP: Final[Mapping[MissReason, str]] = {
 }
 
 
-class Fates:
+class MissReasons:
     """Why pages that were stored, or that should have been, are gone, by name. Remembers about `num_pages`
     pages: a page replaces another one in the same entry. Owned by one thread."""
 

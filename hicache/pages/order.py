@@ -310,31 +310,31 @@ class EvictionOrder(Columns):
         while self._next < len(self._batch.rows) or self._choose_batch(num_rows):
             at = slice(self._next, self._next + num_rows)
             rows = self._batch.rows[at]
-            may_leave = self._may_leave(rows)
-            may_leave &= (self.class_[rows] == self._batch.classes[at]) & (self.key[rows] == self._batch.keys[at])
-            may_leave &= ~self.is_followed[rows]
+            is_evictable = self._is_evictable(rows)
+            is_evictable &= (self.class_[rows] == self._batch.classes[at]) & (self.key[rows] == self._batch.keys[at])
+            is_evictable &= ~self.is_followed[rows]
             self._next += len(rows)
-            if may_leave.all():
+            if is_evictable.all():
                 return rows
-            may_leave = self._without_followed(rows, may_leave)
-            if may_leave.any():
-                return rows[may_leave]
+            is_evictable = self._without_followed(rows, is_evictable)
+            if is_evictable.any():
+                return rows[is_evictable]
         return NO_ROWS
 
     def put_back(self, rows: Rows) -> None:
         """Return pages that `take` chose and that the caller does not evict."""
         self._moved(rows)
 
-    def _without_followed(self, rows: Rows, may_leave: Mask) -> Mask:
+    def _without_followed(self, rows: Rows, is_evictable: Mask) -> Mask:
         """Which of these pages of the batch may be evicted, because all pages behind them may."""
         while True:
-            stays = rows[~may_leave]
-            before = self._before(stays[self.is_held[stays]])
+            blocked = rows[~is_evictable]
+            before = self._before(blocked[self.is_held[blocked]])
             before = before[before >= 0]
             if self.is_followed[before].all():
-                return may_leave
+                return is_evictable
             self.is_followed[before] = True
-            may_leave = may_leave & ~self.is_followed[rows]
+            is_evictable = is_evictable & ~self.is_followed[rows]
 
     def leaving(self) -> Rows:
         """All evictable pages in the order of their eviction if nothing changes."""
@@ -422,7 +422,7 @@ class EvictionOrder(Columns):
         self.keep[rows] = 0
         self._set_class(rows)
 
-    def _may_leave(self, rows: Rows) -> Mask:
+    def _is_evictable(self, rows: Rows) -> Mask:
         may: Mask = self.is_held[rows] & (self.locks[rows] == 0)
         return may
 
@@ -444,7 +444,7 @@ class EvictionOrder(Columns):
         """Which of these may be evicted, and have a position before the end of the batch."""
         (classes, keys), (last_class, last_key) = (self.class_[rows], self.key[rows]), self._end_place
         is_before: Mask = (classes < last_class) | ((classes == last_class) & (keys <= last_key))
-        return is_before & self._may_leave(rows)
+        return is_before & self._is_evictable(rows)
 
     def _merge_late(self) -> None:
         """Add rows to the batch that moved to a position before its end, each behind the pages that follow it."""

@@ -1,8 +1,8 @@
 """The life of a page on the host: which states it has, and the methods that change them.
 
-                   +─ COPY ──+─ landed ────> HELD ── drop ──> (none)
+                   +─ COPY ──+─ complete ──> HELD ── drop ──> (none)
     (none) ─ reserve         +─ abandon ───────────────────> (none)
-                   +─ READ ──+─ landed ────> HELD ── drop ──> (none)
+                   +─ READ ──+─ complete ──> HELD ── drop ──> (none)
                              +─ abandon, disown ───────────> (none)
 
     COPY      a copy from the device writes the page; a prefetch does not read such a page from a store
@@ -17,14 +17,14 @@ of a row together. From a commit to the disk and back, a page goes through these
 
     commit      the device has the page; on the host it has no state
     backup      after the commit, or when the device evicts the page, as the write policy says: `reserve(rows, COPY)`
-                gives the page a slot of the pool and a lock. The copy ends: `landed` releases the lock
+                gives the page a slot of the pool and a lock. The copy ends: `complete` releases the lock
     write       soon after the backup, within a budget: `begin_write` locks the page and sets the bit of the disk in
                 `writing`. The disk answers: `written` sets the bit in `stored` and releases the lock
-    eviction    `make_room` takes the page from the eviction order, and `drop` frees its slot. A page that was not
+    eviction    `ensure_free` takes the page from the eviction order, and `drop` frees its slot. A page that was not
                 written is computed again. The host forgets what the disk has
     lookup      a prefetch asks the disk for the key of the page, because memory has no record of it
     read        `reserve(rows, READ)`, and the prefetch sets the bit of the disk in `source`. The read ends and its
-                bytes are verified: `landed` and `mark_stored`, so that the page is not written to the disk again
+                bytes are verified: `complete` and `mark_stored`, so that the page is not written to the disk again
     load        at the request's admission: `take_sources` counts the page as a hit of the disk, `lock` protects it from
                 eviction, and `unlock` follows the copy to the device
 
@@ -77,13 +77,13 @@ class TierPages(Columns):
     Owned by the scheduler thread. The replay uses it for a device as well.
 
     `state`           see the module.
-    `place`           index of its slot in the pool, which never allocates slot 0.
-    `second_place`    index of the second slot of a RAW page, else 0.
+    `pool_page`       index of its slot in the pool, which never allocates slot 0.
+    `second_pool_page` index of the second slot of a RAW page, else 0.
     `stored`          bits of the stores that have the page. Eviction clears them. A RAW page gets the bit of a store
                       that would be next, because no store takes it.
     `writing`         bits of the stores to which a write is in flight.
     `source`          bit of the store from which the page was read, until the first load counts it as a hit.
-    `expected_uses`   of a page in flight: how often its eviction policy shall count it once it has landed. At least 1
+    `expected_uses`   of a page in flight: uses that the eviction policy counts at the end of the transfer. At least 1
 
     `policy`, `is_linked`: of the eviction order. `on_evict`: called with rows before they are dropped.
 
@@ -94,17 +94,17 @@ class TierPages(Columns):
 
     fields: ClassVar = {
         "state": (np.uint8, 0),
-        "place": (np.int64, 0),
-        "second_place": (np.int64, 0),
+        "pool_page": (np.int64, 0),
+        "second_pool_page": (np.int64, 0),
         "stored": (np.uint8, 0),
         "writing": (np.uint8, 0),
         "source": (np.uint8, 0),
         "expected_uses": (np.float64, 1.0),
     }
-    unclean: ClassVar = frozenset({"state", "place", "second_place", "writing", "expected_uses"})
+    unclean: ClassVar = frozenset({"state", "pool_page", "second_pool_page", "writing", "expected_uses"})
     state: npt.NDArray[np.uint8]
-    place: npt.NDArray[np.int64]
-    second_place: npt.NDArray[np.int64]
+    pool_page: npt.NDArray[np.int64]
+    second_pool_page: npt.NDArray[np.int64]
     stored: npt.NDArray[np.uint8]
     writing: npt.NDArray[np.uint8]
     source: npt.NDArray[np.uint8]
@@ -157,14 +157,14 @@ class TierPages(Columns):
         """All pages that the tier has, in no order."""
         return np.flatnonzero(self.state & HELD)
 
-    def num_places(self, rows: Rows) -> int:
+    def num_pool_pages(self, rows: Rows) -> int:
         """The number of slots of the pool that these pages take."""
-        return len(rows) + int(np.count_nonzero(self.second_place[rows]))
+        return len(rows) + int(np.count_nonzero(self.second_pool_page[rows]))
 
-    def places(self, rows: Rows) -> list[int]:
-        """All slots of the pool that these pages take: the place of each row, then the second places."""
-        second = self.second_place[rows]
-        found: list[int] = self.place[rows].tolist() + second[second > 0].tolist()
+    def pool_pages(self, rows: Rows) -> list[int]:
+        """All slots of the pool that these pages take: that of each row, then the second ones."""
+        second = self.second_pool_page[rows]
+        found: list[int] = self.pool_page[rows].tolist() + second[second > 0].tolist()
         return found
 
     @property
@@ -183,12 +183,12 @@ class TierPages(Columns):
         """Begin a transfer: give slots to pages that the host lacks, and evict others for them if necessary.
 
         `rows`: in no state, or only ABOVE. `state`: COPY or READ. `hits`, `priority`: what the policies count for each
-        page. Returns the rows that got a slot, the first ones, each with one lock, which `landed` or `abandon`
+        page. Returns the rows that got a slot, the first ones, each with one lock, which `complete` or `abandon`
         releases. The rows behind them get no state, and the table frees those that nothing else refers to. The page in
         front of each row in its prompt is not evicted for it, unless the device has that page.
         """
         states, num_free, taken = self.state[rows], self.pool.available(), rows[:0]
-        assert not (states & (IN_FLIGHT | HELD)).any(), "it has a place already"
+        assert not (states & (IN_FLIGHT | HELD)).any(), "it has a page of the pool already"
         before = self.table.previous[rows]
         before = before[self.state[before] & (HELD | ABOVE) == HELD]
         self.table.hold(rows)  # an eviction below may end the last use of a row; from now on the states refer to it
@@ -197,7 +197,7 @@ class TierPages(Columns):
                 before = np.unique(before)
                 self.order.lock(before)
                 try:
-                    num_free = self.make_room(len(rows))
+                    num_free = self.ensure_free(len(rows))
                 finally:
                     self.order.unlock(before)
             if num_free and len(rows):
@@ -205,7 +205,7 @@ class TierPages(Columns):
                 if len(before):
                     self.order.follow(before)
                 self.state[taken] |= state
-                self.place[taken] = self._alloc(len(taken))
+                self.pool_page[taken] = self._alloc(len(taken))
                 if self.order.policy.reads_created:
                     self.order.at.note_created(taken)
                 self.order.lock(taken)
@@ -221,12 +221,12 @@ class TierPages(Columns):
     def reserve_second(self, rows: Rows) -> Rows:
         """Give second slots to pages in flight that exceed one slot, and evict pages for them if necessary. Returns the
         rows that got a slot, the first ones; the caller abandons the others."""
-        taken = rows[: self.make_room(len(rows))]
+        taken = rows[: self.ensure_free(len(rows))]
         self.state[taken] |= RAW
-        self.second_place[taken] = self._alloc(len(taken))
+        self.second_pool_page[taken] = self._alloc(len(taken))
         return taken
 
-    def landed(self, rows: Rows, ok: Mask | None = None) -> Rows:
+    def complete(self, rows: Rows, ok: Mask | None = None) -> Rows:
         """End the transfer of these pages, and release its locks. `ok`: which pages it brought, by default all. Returns
         the rows of these; the others are abandoned."""
         came = rows if ok is None else rows[ok]
@@ -254,24 +254,24 @@ class TierPages(Columns):
     def abandon(self, rows: Rows) -> None:
         """End the transfer of pages that it did not bring, and free their slots."""
         assert self.has(rows, IN_FLIGHT).all(), "it is not in flight"
-        self.num_in_flight -= self.num_places(rows)
-        self.pool.free(self.places(rows))
+        self.num_in_flight -= self.num_pool_pages(rows)
+        self.pool.free(self.pool_pages(rows))
         self._end_flight(rows)
 
     def disown(self, rows: Rows) -> list[int]:
         """End a read whose requests have ended, though it may still write. The rows lose READ. Returns their slots,
         which stay allocated until `free_disowned`."""
         assert self.has(rows, READ).all(), "nothing reads it"
-        places: list[int] = self.place[rows].tolist()
+        pool_pages: list[int] = self.pool_page[rows].tolist()
         self.num_in_flight -= len(rows)
         self.num_disowned += len(rows)
         self._end_flight(rows)
-        return places
+        return pool_pages
 
-    def free_disowned(self, places: Sequence[int]) -> None:
+    def free_disowned(self, pool_pages: Sequence[int]) -> None:
         """Free the slots of a disowned read that has ended."""
-        self.num_disowned -= len(places)
-        self.pool.free(places)
+        self.num_disowned -= len(pool_pages)
+        self.pool.free(pool_pages)
 
     # Eviction
 
@@ -413,22 +413,22 @@ class TierPages(Columns):
     # Proof
 
     def check(self, locks: npt.NDArray[np.int32] | None = None) -> None:
-        """Raise `InvariantError` unless places, sums, states and locks agree. `locks`: the expected locks of each row,
+        """Raise `InvariantError` unless pages, sums, states and locks agree. `locks`: the expected locks of each row,
         if they are known."""
         found = self.table.violations() + self.order.violations()
         state, in_use = self.state, np.flatnonzero(self.state & (IN_FLIGHT | HELD))
-        places = np.concatenate((self.place[in_use], self.second_place[in_use]))
-        places = places[places > 0]
-        if len(np.unique(places)) < len(places):
-            found.append("two pages share a place")
-        if len(places) + self.num_disowned + self.pool.available() != self.pool.num_pages:
-            taken = f"{len(places)} places are taken, {self.num_disowned} of reads that were given up"
+        pool_pages = np.concatenate((self.pool_page[in_use], self.second_pool_page[in_use]))
+        pool_pages = pool_pages[pool_pages > 0]
+        if len(np.unique(pool_pages)) < len(pool_pages):
+            found.append("two rows share a page of the pool")
+        if len(pool_pages) + self.num_disowned + self.pool.available() != self.pool.num_pages:
+            taken = f"{len(pool_pages)} pages are taken, {self.num_disowned} of disowned reads"
             found.append(f"{taken}, {self.pool.available()} free of {self.pool.num_pages}")
         held, flying = np.flatnonzero(state & HELD), np.flatnonzero(state & IN_FLIGHT)
         raw = held[state[held] & RAW != 0]
         sums = {
             "held": (self.num_held, len(held)),
-            "in flight": (self.num_in_flight, self.num_places(flying)),
+            "in flight": (self.num_in_flight, self.num_pool_pages(flying)),
             "raw": (self.num_raw, len(raw)),
             "evictable and raw": (self.num_raw_evictable, int(np.count_nonzero(self.order.locks[raw] == 0))),
             "first out": (self.num_first_out, int(np.count_nonzero(state[held] & ABOVE))),
@@ -442,8 +442,8 @@ class TierPages(Columns):
             found.append("a page is held or read, and in flight")
         if not np.array_equal(self.order.is_held, state & HELD != 0):
             found.append("the eviction order has other pages than the tier")
-        if not np.array_equal(self.second_place > 0, state & RAW != 0):
-            found.append("a second place is kept for a page that is not raw")
+        if not np.array_equal(self.second_pool_page > 0, state & RAW != 0):
+            found.append("a page that is not raw has a second pool page")
         if not np.array_equal(self.order.is_first_out, state & (HELD | ABOVE) == HELD | ABOVE):
             found.append("the order knows of other pages that the tier above has")
         if self.order.locks[state & (HELD | IN_FLIGHT) == 0].any():
@@ -451,8 +451,8 @@ class TierPages(Columns):
         if self.writing[state & HELD == 0].any():
             found.append("a page is written that the tier lacks")
         is_absent = state & (HELD | IN_FLIGHT) == 0
-        if (self.place | self.second_place)[is_absent].any() or (self.expected_uses[is_absent] != 1.0).any():
-            found.append("a place or uses are kept for a page that the tier lacks")
+        if (self.pool_page | self.second_pool_page)[is_absent].any() or (self.expected_uses[is_absent] != 1.0).any():
+            found.append("a row that the tier lacks has a pool page or uses")
         if locks is not None and (wrong := np.flatnonzero(self.order.locks != locks)).size:
             row = int(wrong[0])
             found.append(f"{len(wrong)} pages have other locks: one has {self.order.locks[row]}, {locks[row]} are held")
@@ -463,12 +463,12 @@ class TierPages(Columns):
     # Inside
 
     def _alloc(self, num_pages: int) -> Sequence[int]:
-        places = self.pool.alloc(num_pages)
-        assert places is not None, "made available before"
+        pool_pages = self.pool.alloc(num_pages)
+        assert pool_pages is not None, "made available before"
         self.num_in_flight += num_pages
-        return places
+        return pool_pages
 
-    def make_room(self, num_pages: int) -> int:
+    def ensure_free(self, num_pages: int) -> int:
         """Evict until `num_pages` slots of the pool are free or no page is evictable. Returns the number of free
         slots."""
         while (short := num_pages - self.pool.available()) > 0 and len(rows := self.order.take(short)):
@@ -477,24 +477,24 @@ class TierPages(Columns):
 
     def _drop(self, rows: Rows) -> list[int]:
         assert self.has(rows).all() and not self.order.locks[rows].any(), "somebody needs it"
-        places = self.places(rows)
-        num_raw = int(np.count_nonzero(self.second_place[rows]))
+        pool_pages = self.pool_pages(rows)
+        num_raw = int(np.count_nonzero(self.second_pool_page[rows]))
         self.num_held -= len(rows)
         self.num_raw -= num_raw
         self.num_raw_evictable -= num_raw
         self.num_first_out -= int(np.count_nonzero(self.has(rows, ABOVE)))
         self.order.leave(rows)
         self.state[rows] &= ABOVE
-        self.place[rows] = self.second_place[rows] = 0
+        self.pool_page[rows] = self.second_pool_page[rows] = 0
         self.stored[rows] = self.source[rows] = 0
-        return places
+        return pool_pages
 
     def _end_flight(self, rows: Rows) -> None:
         """Reset the columns of pages whose transfer did not bring them. Their slots stay allocated."""
         self.order.end_keeps(rows)
         self.order.locks[rows] -= 1
         self.state[rows] &= ABOVE
-        self.place[rows] = self.second_place[rows] = self.source[rows] = 0
+        self.pool_page[rows] = self.second_pool_page[rows] = self.source[rows] = 0
         self.expected_uses[rows] = 1.0
         self._end(rows)
 
@@ -506,8 +506,8 @@ class TierPages(Columns):
         return int(np.count_nonzero(self.has(rows, RAW) & self.has(rows) & (self.order.locks[rows] == 0)))
 
     def _apply_expected_uses(self, rows: Rows) -> None:
-        """Count the expected uses of pages that have landed."""
-        told = rows[self.expected_uses[rows] != 1.0]
-        if len(told):
-            self.order.expect_uses(told, self.expected_uses[told])
-            self.expected_uses[told] = 1.0
+        """Count the expected uses of pages that have arrived."""
+        announced = rows[self.expected_uses[rows] != 1.0]
+        if len(announced):
+            self.order.expect_uses(announced, self.expected_uses[announced])
+            self.expected_uses[announced] = 1.0

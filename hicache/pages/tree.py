@@ -45,9 +45,9 @@ class RadixTree(Columns):
 
     `components`: all components except FULL. `policy`: the eviction order of every component. `events`: a log that gets
     the pages that the tree adds and loses, at the cost of their keys. `is_below`: whether a tier below has the window
-    or state that the last page of a leaf lacks, so that a match may end in the leaf. `goes_below`: evicted pages go to
-    a tier below, so that a match may continue there behind any leaf. `below`: the full pages of a tier below, in whose
-    table a page has one row for both tiers; None: the tree has its own table, and computes keys only on demand.
+    or state that the last page of a leaf lacks, so that a match may end in the leaf. `has_lower_tier`: evicted pages go
+    to a tier below, so that a match may continue there behind any leaf. `below`: the full pages of a tier below, in
+    whose table a page has one row for both tiers; None: the tree has its own table, and computes keys only on demand.
 
     `node`: number of the node that a row of the device lies in, else -1. `pages`: the pages of each component on the
     device.
@@ -66,7 +66,7 @@ class RadixTree(Columns):
         events: EventLog | None = None,
         node_type: type[TreeNode] = TreeNode,
         is_below: Callable[[TreeNode, Component], bool] | None = None,
-        goes_below: bool = False,
+        has_lower_tier: bool = False,
         below: TierPages | None = None,
     ) -> None:
         self.page_size, self.events = page_size, events
@@ -90,7 +90,7 @@ class RadixTree(Columns):
         self._others = tuple(zip(components, [*self.pages.values()][1:], strict=True))
         self._by_name = {component.name: component for component in self.components}
         self._reads_names = self._full.order.policy.reads_names
-        self._new_node, self._is_below, self._goes_below = node_type, is_below, goes_below
+        self._new_node, self._is_below, self._has_lower_tier = node_type, is_below, has_lower_tier
         self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)))
         self._nodes = dict[int, TreeNode]()
         self._path = self.root, 0, NO_ROWS  # the path that was joined last: its node, its length and its rows
@@ -576,7 +576,7 @@ class RadixTree(Columns):
 
     def _prune(self, node: TreeNode | None, released: list[Released]) -> None:
         """Remove the end of `node`, and then of its parents, if it is an unlocked leaf that no match can end in."""
-        if self._goes_below or len(self.components) == 1:
+        if self._has_lower_tier or len(self.components) == 1:
             return
         while node is not None and node.parent is not None and not node.children:
             above = node.parent

@@ -66,7 +66,7 @@ class WriteBudget:
         self._rate = bytes_per_s
         self._clock = clock
         self._at_s = clock()
-        self._owed = bytes_per_s * BUCKET_S  # bytes that the bucket lacked at `_at_s`
+        self._debt_bytes = bytes_per_s * BUCKET_S  # bytes that the bucket lacked at `_at_s`
         self._reserved = 0.0
 
     @property
@@ -104,11 +104,11 @@ class WriteBudget:
     @property
     def _taken(self) -> float:
         """Bytes that the bucket lacks now, including reserved ones."""
-        return self._reserved + max(0.0, self._owed - self._rate * (self._clock() - self._at_s))
+        return self._reserved + max(0.0, self._debt_bytes - self._rate * (self._clock() - self._at_s))
 
     def _owe(self, num_bytes: int) -> None:
         now_s = self._clock()
-        self._owed = num_bytes + max(0.0, self._owed - self._rate * (now_s - self._at_s))
+        self._debt_bytes = num_bytes + max(0.0, self._debt_bytes - self._rate * (now_s - self._at_s))
         self._at_s = now_s
 
 

@@ -92,7 +92,7 @@ class LineWriter(logging.Handler):
         if os.getpid() != self._process:
             return
         try:
-            self._tell_dropped(0.0)
+            self._report_dropped(0.0)
             self._lines.put_nowait(self._line(record))
         except queue.Full:
             self._num_dropped += 1
@@ -110,11 +110,11 @@ class LineWriter(logging.Handler):
         """Write the queued lines and stop the thread, within a few seconds even if nothing reads them."""
         super().close()
         with contextlib.suppress(queue.Full):
-            self._tell_dropped(_FLUSH_TIMEOUT_S)
+            self._report_dropped(_FLUSH_TIMEOUT_S)
             self._lines.put(None, timeout=_FLUSH_TIMEOUT_S)
             self._thread.join(_FLUSH_TIMEOUT_S)
 
-    def _tell_dropped(self, wait_s: float) -> None:
+    def _report_dropped(self, wait_s: float) -> None:
         if self._num_dropped:
             warning = _warning(f"{self._num_dropped} lines were dropped, because stderr was not read")
             self._lines.put(self._line(warning), block=bool(wait_s), timeout=wait_s or None)

@@ -159,7 +159,7 @@ class CacheSimulation:
         host.lock(followed)
         rows = host.reserve(blocks[missing[: host.capacity]], READ)
         host.mark_stored(rows, DISK.bit)
-        host.landed(rows)
+        host.complete(rows)
         read = missing[: len(rows)]
         host.unlock(followed)
         disk.read(blocks[read])
@@ -195,7 +195,7 @@ class CacheSimulation:
         taken = self.device.reserve(rows, COPY, hits=hits)
         assert len(taken) == len(rows), "the caller has evicted enough pages"
         self.device.lock(taken)
-        self.device.landed(taken)
+        self.device.complete(taken)
 
     def _load_in_steps(self, host: TierPages, blocks: Tokens, done: int, end: int) -> int:
         """Load blocks [done, end) in steps; victims of the device take the host pages of blocks that were loaded.
@@ -205,23 +205,23 @@ class CacheSimulation:
         step, pending_steps = step_pages(host.pool.num_pages), deque[Rows]()
         while done < end:
             if len(pending_steps) > 1:
-                self._land(host, pending_steps.popleft())
+                self._complete(host, pending_steps.popleft())
             last = host.step_end(done, end, end - done, self.device.pool.available())
             stop = last if host.pool.num_pages <= _LARGE_HOST else end
-            self.device.make_room(stop - done)
+            self.device.ensure_free(stop - done)
             while done < stop:
                 self._load(blocks[done:last])
                 pending_steps.append(blocks[done:last])
                 done, last = last, min(stop, last + step)
             while len(pending_steps) > 2:
-                self._land(host, pending_steps.popleft())
+                self._complete(host, pending_steps.popleft())
             self._backup_evicted()
         for rows in pending_steps:
-            self._land(host, rows)
+            self._complete(host, rows)
         return end
 
     @staticmethod
-    def _land(host: TierPages, rows: Rows) -> None:
+    def _complete(host: TierPages, rows: Rows) -> None:
         """Unlock the host pages of blocks that a step has loaded."""
         host.unlock(rows)
         host.came_above(rows)
@@ -289,7 +289,7 @@ class CacheSimulation:
         """Back up rows to the host while it has free pages. `uses`: expected uses of each row, from the device."""
         taken = host.reserve(rows, COPY, hits=self.table.hits[rows])
         host.expected_uses[taken] = uses[: len(taken)]
-        host.landed(taken)
+        host.complete(taken)
         self._backed_up += len(taken)
         if self._writes is not None:
             self._writes.arrived(self._source, taken)
@@ -298,7 +298,7 @@ class CacheSimulation:
 
     def _make_available(self, num_blocks: int) -> None:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
-        self.device.make_room(num_blocks)
+        self.device.ensure_free(num_blocks)
         self._backup_evicted()
 
     def _backup_evicted(self) -> None:

@@ -32,7 +32,7 @@ from hicache.engine import CacheEngine
 from hicache.errors import ConfigError, PromptTooLong
 from hicache.layout import ModelGeometry
 from hicache.serving.document_chats import Conversation, chats_about_diaries
-from hicache.serving.interrupt import CalmInterrupt
+from hicache.serving.interrupt import DeferredInterrupt
 from hicache.serving.models import LoadedModel, load_local, random_model
 from hicache.serving.packaged_model import choose_model
 from hicache.serving.request import Request, RequestOutput
@@ -237,7 +237,7 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Sa
     order, cached, texts = workload.order, list[RequestOutput](), list[str]()
     scheduler = _scheduler(workload, engine)
     say(_line("request", "prompt", *TIERS, "computed", "ttft ms"))
-    with CalmInterrupt() as interrupt:
+    with DeferredInterrupt() as interrupt:
         for number, (conversation, turn) in enumerate(order, 1):
             request, begin_s = workload.request(conversation, turn), time.perf_counter()
             output = _answer(scheduler, request, interrupt)
@@ -256,7 +256,7 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Sa
 
 
 def _compared(
-    workload: _Workload, plain: CacheEngine, cached: Sequence[RequestOutput], interrupt: CalmInterrupt, say: Say
+    workload: _Workload, plain: CacheEngine, cached: Sequence[RequestOutput], interrupt: DeferredInterrupt, say: Say
 ) -> Iterator[Turn]:
     """Serve the turns without a cache, and print a line for each."""
     scheduler = _scheduler(workload, plain)
@@ -273,7 +273,7 @@ def _scheduler(workload: _Workload, engine: CacheEngine) -> Scheduler:
     return Scheduler(engine, runner, chunk_tokens=_CHUNK_TOKENS, max_running=1)
 
 
-def _answer(scheduler: Scheduler, request: Request, interrupt: CalmInterrupt) -> RequestOutput:
+def _answer(scheduler: Scheduler, request: Request, interrupt: DeferredInterrupt) -> RequestOutput:
     """Serve one request. Raises its error if it fails, and KeyboardInterrupt between two steps."""
     scheduler.submit(request)
     try:

@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 
 
-class CalmInterrupt:
+class DeferredInterrupt:
     """Within the `with` block, the first Ctrl-C is deferred to the next `check()`; the second one raises immediately.
 
     Outside of the main thread, which alone receives signals, the block has no effect.
@@ -17,7 +17,7 @@ class CalmInterrupt:
         self._interrupted = False
         self._is_main_thread = threading.current_thread() is threading.main_thread()
 
-    def __enter__(self) -> CalmInterrupt:
+    def __enter__(self) -> DeferredInterrupt:
         if self._is_main_thread:
             self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self

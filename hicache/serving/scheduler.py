@@ -228,7 +228,7 @@ class Scheduler:
         """Acquire a lease for a request. Raises ResourceExhausted and PromptTooLong."""
         if len(self._running_batch) >= self._max_running:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
-        reserve = self._chunk_tokens if self._engine.takes_chunks else None
+        reserve = self._chunk_tokens if self._engine.allocates_by_chunk else None
         req.hold(self._engine.acquire(req.cache_request(reserve)))
         self._waiting.discard(req)
         self._running_batch.add(req)

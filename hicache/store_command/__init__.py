@@ -12,7 +12,7 @@ from hicache.config.settings import Integer, Size, as_flag
 from hicache.config.stores import MAX_STORE_BYTES
 from hicache.console import path_flag, path_of, say
 from hicache.process.logs import text_lines
-from hicache.serving.interrupt import CalmInterrupt
+from hicache.serving.interrupt import DeferredInterrupt
 from hicache.storage.process.serve import serve
 from hicache.storage.process.settings import BACKUPS, RemoteSettings
 from hicache.storage.urls import disk_of
@@ -90,8 +90,8 @@ def run(flags: argparse.Namespace) -> int:
                 confirm_smaller_budget(*at, ask=asks_on_terminal())
             serve(flags.url, flags.socket, RemoteSettings(flags.remote, flags.backup))
         return 0
-    with LogCapture() as log, CalmInterrupt() as calm:
-        progress = Steps(calm, is_shown=not flags.json)
+    with LogCapture() as log, DeferredInterrupt() as interrupt:
+        progress = Steps(interrupt, is_shown=not flags.json)
         task = commands.Task(flags, progress, log)
         outcome = shared.run(task) if _SHARED_URL.match(flags.path) else flags.run_command(task)
     for message in log.messages:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 
 from hicache.console import Step, progress
-from hicache.serving.interrupt import CalmInterrupt
+from hicache.serving.interrupt import DeferredInterrupt
 
 
 class LogCapture(logging.Handler):
@@ -41,8 +41,8 @@ class Steps:
     `is_shown`, it also shows a progress bar.
     """
 
-    def __init__(self, calm: CalmInterrupt, *, is_shown: bool) -> None:
-        self._calm = calm
+    def __init__(self, interrupt: DeferredInterrupt, *, is_shown: bool) -> None:
+        self._interrupt = interrupt
         self._is_shown = is_shown
 
     @contextlib.contextmanager
@@ -51,7 +51,7 @@ class Steps:
 
             def step(done: int, total: int | None) -> None:
                 show(done, total)
-                self._calm.check()
+                self._interrupt.check()
 
             yield step
-        self._calm.check()
+        self._interrupt.check()

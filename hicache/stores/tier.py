@@ -79,8 +79,8 @@ assert tuple(_BACKUP_METRICS) == BACKUP_NUMBERS
 class StoreTier(StoreClient):
     """A store tier, used by the scheduler thread only. No method waits for the medium longer than its argument allows.
 
-    `job_pages`: pages of one job that reads a prefix. `num_readers`: threads that read from the store. `patience_s`:
-    maximum seconds until a job is answered or reported as stalled. `tells_removed`: replies to writes name each page
+    `job_pages`: pages of one job that reads a prefix. `num_readers`: threads that read from the store. `timeout_s`:
+    maximum seconds until a job is answered or reported as stalled. `reports_removed`: replies to writes name each page
     that the store removed; if several engines share a store process, each page is named to one of them. If the store is
     unavailable now, opening it is retried with growing delays; other errors of opening are raised.
     """
@@ -99,8 +99,8 @@ class StoreTier(StoreClient):
         self.name = settings.name
         self.num_readers = settings.readers
         self.job_pages = job_pages
-        self.tells_removed = request.tells_removed and not request.url.startswith(SOCKET)
-        self.patience_s = max(settings.limits.io_timeout_s, MAX_SILENCE_S)
+        self.reports_removed = request.reports_removed and not request.url.startswith(SOCKET)
+        self.timeout_s = max(settings.limits.io_timeout_s, MAX_SILENCE_S)
         self._owner = OwnerProcess(f"the {self.name} tier")
         self.open()
 

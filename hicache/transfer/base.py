@@ -49,7 +49,7 @@ class TransferBackend(Protocol):
     """Copies pages; owns its streams or threads. Called by the scheduler thread.
 
     `rest`, if the pool's pages are packed, is int64 CPU [p]: the second host page of each unpacked page
-    (`hicache.transfer.placed`).
+    (`hicache.transfer.segments`).
     """
 
     def load(

@@ -19,8 +19,8 @@ from hicache.errors import TransferError
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.counter import LayerSink
-from hicache.transfer.placed import PageCopy, PagePlaces, gather
 from hicache.transfer.plan import intervals
+from hicache.transfer.segments import PageCopies, PageCopy, gather
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ class CpuTransfer:
     def __init__(
         self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
     ) -> None:
-        self._places = PagePlaces(mover, packer)
-        self.mover = self._places.mover
-        self.movers = self._places.movers
+        self._page_copies = PageCopies(mover, packer)
+        self.mover = self._page_copies.mover
+        self.movers = self._page_copies.movers
         self._counter = counter
         # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
         self._host = host.numpy()
@@ -128,7 +128,7 @@ class CpuTransfer:
         return {}  # the CPU has no link to measure
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CpuOp:
-        copies = self._places.to_load(pages, slots, rest)
+        copies = self._page_copies.to_load(pages, slots, rest)
         op = CpuOp(sum([copy.num_bytes for copy in copies]))
 
         def copy() -> None:
@@ -147,7 +147,7 @@ class CpuTransfer:
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> CpuOp:
-        stored = self._places.to_store(slots, pages, rest)
+        stored = self._page_copies.to_store(slots, pages, rest)
         op, mover = CpuOp(stored.num_bytes), stored.mover
 
         def copy() -> None:
@@ -157,9 +157,9 @@ class CpuTransfer:
                 begin, stop = mover.ends[first], mover.ends[end]
                 staging = torch.empty(len(pages), stop - begin, dtype=torch.uint8)
                 gather(mover, slots, staging, first, end - first, misfits)
-                for place in stored.places:
-                    start, until = place.within(begin, stop)
-                    self._host[place.ids, start - place.start : until - place.start] = (
+                for segment in stored.segments:
+                    start, until = segment.within(begin, stop)
+                    self._host[segment.ids, start - segment.start : until - segment.start] = (
                         staging[:, start - begin : until - begin].numpy()
                     )  # fmt: skip
             op.misfits = misfits.nonzero().flatten().tolist()
@@ -170,9 +170,9 @@ class CpuTransfer:
     def _staged(self, pages: PageCopy, layer: int) -> torch.Tensor:
         """Copy the host bytes of one layer of `pages` to a new array, uint8 [pages, bytes]."""
         found = []
-        for place in pages.places:
-            start, stop = place.within(pages.mover.ends[layer], pages.mover.ends[layer + 1])
-            found.append(self._host[place.ids, start - place.start : stop - place.start])
+        for segment in pages.segments:
+            start, stop = segment.within(pages.mover.ends[layer], pages.mover.ends[layer + 1])
+            found.append(self._host[segment.ids, start - segment.start : stop - segment.start])
         return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found, axis=1))
 
     def _require_engine(self) -> None:

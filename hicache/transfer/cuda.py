@@ -31,8 +31,8 @@ from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import UnstagedCopier, can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerSink
 from hicache.transfer.load_queue import LoadQueue
-from hicache.transfer.placed import PageCopy, PagePlaces, gather
 from hicache.transfer.plan import Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
+from hicache.transfer.segments import PageCopies, PageCopy, gather
 from hicache.transfer.streams import Buffer, Chunk, CudaOp, QueuedCopy, StreamPair
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class CudaTransfer:
         packer: PagePacker | None = None,
     ) -> None:
         need_bindings()
-        self._places = PagePlaces(mover, packer)
-        self._mover = self._places.mover
+        self._page_copies = PageCopies(mover, packer)
+        self._mover = self._page_copies.mover
         self._host = host
         self._counter = counter
         self._device = mover.table.device
@@ -99,7 +99,7 @@ class CudaTransfer:
     def start(self) -> None:
         """Compile every kernel that a copy may need, so that no request waits for a compiler. Streams need no start."""
         with torch.cuda.device(self._device):
-            for compiled in (*self._places.movers, self.up.upload, self._zero_copy):
+            for compiled in (*self._page_copies.movers, self.up.upload, self._zero_copy):
                 if compiled is not None:
                     compiled.compile()
             torch.cuda.current_stream(self._device).synchronize()
@@ -127,7 +127,7 @@ class CudaTransfer:
         return {**self._rates.stats(), **{f"{name}_copies": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CudaOp:
-        copies = self._places.to_load(pages, slots, rest)
+        copies = self._page_copies.to_load(pages, slots, rest)
         behind = torch.cuda.Event()
         behind.record(torch.cuda.current_stream(self._device))
         is_device_idle = behind.query()
@@ -140,7 +140,7 @@ class CudaTransfer:
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> CudaOp:
-        copy, ready = self._places.to_store(slots, pages, rest), torch.cuda.Event()
+        copy, ready = self._page_copies.to_store(slots, pages, rest), torch.cuda.Event()
         op = CudaOp(copy.num_bytes, [slots], self._issue)
         ready.record(torch.cuda.current_stream(self._device))
         self._stores.append(self._store_steps(op, copy, ready))
@@ -167,7 +167,7 @@ class CudaTransfer:
             self._issue(False)
 
     def _plan_load(self, copies: Sequence[PageCopy]) -> list[QueuedCopy]:
-        slots, ids = copies[0].slots, copies[0].places[0].ids
+        slots, ids = copies[0].slots, copies[0].segments[0].ids
         slot_runs = self._unstaged.runs(ids, slots.numpy()) if self._unstaged and slots.is_cpu else None
         if slot_runs is not None:
             plan = self._plan(self.up, copies, len(slot_runs), len(slot_runs))
@@ -176,7 +176,7 @@ class CudaTransfer:
         return self._plan_staged(self.up, copies)
 
     def _plan_staged(self, pair: StreamPair, copies: Sequence[PageCopy]) -> list[QueuedCopy]:
-        runs = [[page_runs(place.ids, self._rows_per_chunk) for place in copy.places] for copy in copies]
+        runs = [[page_runs(segment.ids, self._rows_per_chunk) for segment in copy.segments] for copy in copies]
         plan = self._plan(pair, copies, sum(len(of_place) for of_copy in runs for of_place in of_copy))
         return [QueuedCopy(plan, copy, copy.slots, of_copy) for copy, of_copy in zip(copies, runs, strict=True)]
 
@@ -213,7 +213,7 @@ class CudaTransfer:
 
     def _plan(self, pair: StreamPair, copies: Sequence[PageCopy], num_runs: int, slot_runs: int = 0) -> Plan:
         """Choose a plan. Counts are rounded up to powers of two, so that cached plans are reused often."""
-        up, has_raw = pair is self.up, len(copies[-1].places) > 1
+        up, has_raw = pair is self.up, len(copies[-1].segments) > 1
         shape = self._shape(
             num_pages=next_power_of_two(sum(copy.num_pages for copy in copies)),
             num_runs=next_power_of_two(num_runs) if can_batch() else 1,
@@ -276,7 +276,7 @@ class CudaTransfer:
             else:
                 assert self._zero_copy is not None
                 with torch.cuda.stream(pair.kernel):
-                    load.slots, ids = pair.upload(load.slots), torch.from_numpy(load.pages.places[0].ids)
+                    load.slots, ids = pair.upload(load.slots), torch.from_numpy(load.pages.segments[0].ids)
                     self._zero_copy.load(pair.upload(ids), load.slots, first, end - first)
             self._record(load_id, first, end, pair.copy if plan.method == "unstaged" else pair.kernel)
 
@@ -329,7 +329,7 @@ class CudaTransfer:
         pair, (store, first, end, start, stop, _) = self.down, chunk
         if store.plan.method == "zero_copy":
             assert self._zero_copy is not None
-            ids = pair.upload(torch.from_numpy(store.pages.places[0].ids))
+            ids = pair.upload(torch.from_numpy(store.pages.segments[0].ids))
             self._zero_copy.store(store.slots, ids, first, end - first)
             return
         buffer = pair.next()
@@ -361,14 +361,14 @@ class CudaTransfer:
         copy, first, end, start, stop, _ = chunk
         up, pitch, stream, ends = pair is self.up, self._host.stride(0), pair.copy.cuda_stream, copy.pages.mover.ends
         width = ends[end] - ends[first]
-        for place, runs in zip(copy.pages.places, copy.runs, strict=True):
-            begin, until = place.within(ends[first], ends[end])
+        for segment, runs in zip(copy.pages.segments, copy.runs, strict=True):
+            begin, until = segment.within(ends[first], ends[end])
             if begin == until:
                 continue
-            host_address = self._host_address + begin - place.start
+            host_address = self._host_address + begin - segment.start
             address = buffer.address + begin - ends[first]
             if copy.plan.method == "batched":
-                on_host = host_address + place.ids[start:stop] * pitch
+                on_host = host_address + segment.ids[start:stop] * pitch
                 in_buffer = address + np.arange(stop - start) * width
                 dst, src = (in_buffer, on_host) if up else (on_host, in_buffer)
                 # No work writes the source pages of a load, so the copy engine may read them in any order, which is

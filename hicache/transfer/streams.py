@@ -12,8 +12,8 @@ from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.upload import IdUploader
 from hicache.transfer.copies import SlotRuns
-from hicache.transfer.placed import PageCopy
 from hicache.transfer.plan import PageRuns, Plan
+from hicache.transfer.segments import PageCopy
 
 _RING = 3
 

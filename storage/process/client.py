@@ -128,7 +128,7 @@ class ClientQueue(Generic[J, D]):
         found, self._done = self._done, []
         return found
 
-    def tell_cancelled(self) -> None:
+    def notify_cancelled(self) -> None:
         """Send the process a cancellation for each read whose `cancelled` is set. Call this after setting it."""
         cancelled = [
             key

@@ -86,9 +86,9 @@ class Session(Connection):
     def is_busy(self) -> bool:
         """Return whether the loop has to call `look` regularly."""
         is_asking = self._status is None or self._is_opening
-        return self._num_jobs > 0 or is_asking or (self._service is not None and self._has_news(self._service))
+        return self._num_jobs > 0 or is_asking or (self._service is not None and self._has_changes(self._service))
 
-    def _has_news(self, service: StoreService) -> bool:
+    def _has_changes(self, service: StoreService) -> bool:
         """Whether the numbers of the store may change, or the client has not got those of the copies yet."""
         return service.is_busy or (service.copies is not None and service.numbers()["backup"] != self._noted_backup)
 

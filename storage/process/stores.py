@@ -32,7 +32,7 @@ _Key: TypeAlias = tuple[str, str]  # URL and name of a store
 @dataclass(frozen=True)
 class StoreRequest:
     """A client's request for a store. `url`: see `hicache.storage.urls`; "" if the process serves its own URL. `key`:
-    the encryption key, b"" without encryption. `tells_removed`: answers to writes name the pages that the store
+    the encryption key, b"" without encryption. `reports_removed`: answers to writes name the pages that the store
     removed. `remote`: the remote store to which pages are copied, unless the process has its own. `opens_remote`: the
     client asks for that remote store instead of the store of `url`. Pages that it reads from there are stored in the
     store of `url` too, if a client has that open."""
@@ -41,7 +41,7 @@ class StoreRequest:
     identity: Mapping[str, str | int]
     formats: Sequence[PageFormat]
     key: bytes = dataclasses.field(default=b"", repr=False)
-    tells_removed: bool = False
+    reports_removed: bool = False
     settings: ServiceSettings = dataclasses.field(default_factory=ServiceSettings)
     remote: RemoteSettings = dataclasses.field(default_factory=RemoteSettings)
     opens_remote: bool = False
@@ -59,8 +59,8 @@ class StoreRequest:
             settings["limits"] = Limits(**settings["limits"])
             key, settings = bytes.fromhex(about["key"]), ServiceSettings(**settings)
             remote, opens_remote = RemoteSettings(**about["remote"]), bool(about["opens_remote"])
-            url, tells_removed = about["url"], about["tells_removed"]
-            return cls(url, about["identity"], formats, key, tells_removed, settings, remote, opens_remote)
+            url, reports_removed = about["url"], about["reports_removed"]
+            return cls(url, about["identity"], formats, key, reports_removed, settings, remote, opens_remote)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"a client sent an invalid request for a store: {error!r}") from error
 
@@ -132,7 +132,7 @@ class OpenStores:
         if self._given is not None:
             return StoreService(self._given, request.settings, owns_store=self._owns_given, clock=self._clock)
         removed: list[bytes] = []
-        on_removed = removed.extend if request.tells_removed else None
+        on_removed = removed.extend if request.reports_removed else None
         about: dict[str, Any] = {"identity": request.identity, "formats": request.formats, "cipher": cipher}
         store = open_store(at[0], **about, on_removed=on_removed, name=at[1])
         try:

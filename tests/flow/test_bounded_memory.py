@@ -171,7 +171,7 @@ def test_a_tier_that_stands_still_keeps_no_request_that_left(why: str, store: Pa
             taken = host.alloc(host.available())
         engine.prefetch("waits", prompt(0), mode="timeout")
         store.trouble = lambda verb: store.calls.clear()
-        eventually(lambda: engine.poll() or store.held or engine.stats()["prefetch.postponed_requests"])
+        eventually(lambda: engine.poll() or store.held or engine.stats()["prefetch.deferred_requests"])
         sizes = []
         for numbers in (range(100), range(100, 200)):
             for number in numbers:

@@ -112,7 +112,7 @@ def test_a_short_prompt_from_the_disk_costs_few_calls(tmp_path: Path) -> None:
         handles: list[Prefetch] = []
         started = calls_of(lambda: handles.append(engine.prefetch("again", tokens)))
         assert started + sum(calls_until(engine, *handles)) < SHORT_PROMPT_CALLS
-        assert handles[0].landed_tokens == 24 * PAGE
+        assert handles[0].read_tokens == 24 * PAGE
 
 
 def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.Monke
     with engine_of(tmp_path, 1024) as engine:
         handle = engine.prefetch("again", tokens)
         assert most_jobs(lambda: handle.ready) <= MAX_JOBS
-        assert handle.landed_tokens == 1024 * PAGE
+        assert handle.read_tokens == 1024 * PAGE
         engine.cancel("again")
         engine.flush()
         engine.check()
@@ -224,7 +224,7 @@ def test_a_prompt_that_the_queue_of_reads_cannot_take(store: PacedStore) -> None
         eventually(lambda: steps.append(calls_of(engine.poll)) or engine.stats()["prefetch.refused_jobs"])
         store.allow(1 << 20)
         eventually(lambda: steps.append(calls_of(engine.poll)) or handle.ready)
-        assert handle.landed_tokens == 1024 * PAGE
+        assert handle.read_tokens == 1024 * PAGE
     assert max(steps) < 3 * 1024
 
 
@@ -294,7 +294,7 @@ def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
             handles: list[Prefetch] = []
             starts = [calls_of(lambda: handles.append(engine.prefetch(str(n), prompts[n]))) for n in range(number)]  # noqa: B023
             steps = calls_until(engine, *handles)
-            assert sum(handle.landed_tokens for handle in handles) == number * 2 * PAGE
+            assert sum(handle.read_tokens for handle in handles) == number * 2 * PAGE
             polls[number] = sum(steps)
             longest[number] = max(*starts, *(calls_of(lambda: engine.cancel(str(n))) for n in range(number)))  # noqa: B023
             engine.flush()

@@ -48,14 +48,14 @@ def prefetch_from_both(
             serve(engine, "fill", tokens)
             engine.flush()
     for store in stores:
-        store.landed.clear()
+        store.num_reads.clear()
         store.hold()
     with engine_over(*stores) as engine:
         handle = engine.prefetch("a", tokens, mode="wait_complete")
         eventually(lambda: engine.poll() or all(store.held for store in stores))
         yield engine, stores, handle, tokens
         eventually(lambda: engine.poll() or handle.ended, engine.stats)
-        assert handle.landed_tokens == handle.found_tokens == NUM_PAGES * PAGE
+        assert handle.read_tokens == handle.found_tokens == NUM_PAGES * PAGE
         hit = serve(engine, "a", tokens).hit
         assert hit.disk + hit.remote == NUM_PAGES * PAGE
         for store in stores:
@@ -79,27 +79,27 @@ def test_stores_of_equal_rate_read_about_half_each(clock: Clock, monkeypatch: py
             )
 
         while not handle.ended:
-            slower = min((store for store in stores if store.held), key=lambda store: sum(store.landed.values()))
+            slower = min((store for store in stores if store.held), key=lambda store: sum(store.num_reads.values()))
             before = slower.num_ended
             slower.allow(1)
             eventually(lambda slower=slower, before=before: slower.num_ended > before)
             eventually(is_settled)
-        counts = [sum(store.landed.values()) for store in stores]
+        counts = [sum(store.num_reads.values()) for store in stores]
         assert sum(counts) == NUM_PAGES
         assert abs(counts[0] - counts[1]) <= IN_FLIGHT * JOB_PAGES
-        assert not {*stores[0].landed} & {*stores[1].landed}
+        assert not {*stores[0].num_reads} & {*stores[1].num_reads}
 
 
 def test_a_stalled_disk_is_left_to_the_remote_store(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk does not answer within the I/O timeout, the remote store reads the pages of its jobs."""
     with prefetch_from_both(clock, monkeypatch) as (engine, stores, _, _):
         stores[1].allow()
-        eventually(lambda: engine.poll() or sum(stores[1].landed.values()) == NUM_PAGES - IN_FLIGHT * JOB_PAGES)
+        eventually(lambda: engine.poll() or sum(stores[1].num_reads.values()) == NUM_PAGES - IN_FLIGHT * JOB_PAGES)
         assert engine.inspect.prefetcher is not None
         jobs = engine.inspect.prefetcher._jobs.reads.values()
         eventually(lambda: engine.poll() or {job.store for job in jobs} == {DISK})
         clock.now_s += 2e8
-    assert sum(stores[1].landed.values()) == NUM_PAGES
+    assert sum(stores[1].num_reads.values()) == NUM_PAGES
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -117,8 +117,8 @@ def test_a_page_that_one_store_cannot_read_is_read_from_the_other(
         for store in stores:
             store.allow()
     other = stores[1 - which]
-    assert set(other.landed.values()) == {1}
-    assert len(other.landed) == NUM_PAGES
+    assert set(other.num_reads.values()) == {1}
+    assert len(other.num_reads) == NUM_PAGES
     assert num_asked == [store.verbs("contains") for store in stores]
 
 

@@ -237,7 +237,7 @@ def test_what_the_device_holds_is_read_when_the_device_has_lost_it(tmp_path: Pat
             serve(engine, name, tokens, FULL)
         handle = engine.prefetch("c", one)
         until_ready(engine, handle)
-        assert handle.landed_tokens == 0 and engine.lookup(one).device == 56
+        assert handle.read_tokens == 0 and engine.lookup(one).device == 56
         engine.cancel("c")
         engine.release(engine.acquire(CacheRequest("d", prompt(3, 100))))  # takes the device, commits nothing
         assert serve(engine, "e", one, FULL).disk > 0

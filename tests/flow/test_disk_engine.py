@@ -76,7 +76,7 @@ def test_a_prefetch_keeps_what_it_inserted_when_the_store_fails(stores: Stores, 
         store.trouble = lambda verb: fails(verb) if store.verbs("get_into") == 16 else None
         handle = engine.prefetch("a", tokens)
         until_ready(engine, handle)
-        assert (handle.found_tokens, handle.landed_tokens) == (320, 256)
+        assert (handle.found_tokens, handle.read_tokens) == (320, 256)
         assert engine.stats()["disk.reads_state"] == 2 and engine.stats()["prefetch.lost_pages"] == 2
         assert engine.stats()["host.free_pages"] == 59 - 32
         assert serve(engine, "a", tokens).hit.disk == 256
@@ -93,7 +93,7 @@ def test_a_prefetch_past_its_time_reads_nothing(clock: Clock, stores: Stores, tm
         clock.now_s = 1e12
         handle = engine.prefetch("a", tokens, mode="timeout")
         until_ended(engine, handle)
-        assert (handle.found_tokens, handle.landed_tokens) == (88, 0) and stores[-1].verbs("get_into") == 0
+        assert (handle.found_tokens, handle.read_tokens) == (88, 0) and stores[-1].verbs("get_into") == 0
         assert engine.stats()["prefetch.lost_pages"] == 0
         assert engine.stats()["host.free_pages"] == HOST_PAGES
 
@@ -111,7 +111,7 @@ def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: St
         assert not handle.ready
         clock.now_s += 10.1
         engine.poll()
-        assert handle.ready and handle.landed_tokens == 0
+        assert handle.ready and handle.read_tokens == 0
         engine.flush()
         engine.check()
         held_pages = 11 if verb == "get_into" else 0
@@ -211,8 +211,8 @@ def test_pages_go_between_the_arena_and_the_store(
         monkeypatch.setattr(store.inner, "get_into", lambda k, b, **t: buffers.extend(b) or get_into(k, b, **t))
         monkeypatch.setattr(store.inner, "put", lambda i, **t: buffers.extend(p for _, p in i) or put(i, **t))
         ask(engine, "a", tokens_of(1))
-        places = [divmod(page.ctypes.data - host.arena.data.data_ptr(), host.page_bytes) for page in buffers]
-        assert len(places) == 11 and all(0 < page < len(host.arena.data) and not rest for page, rest in places)
+        pool_pages = [divmod(page.ctypes.data - host.arena.data.data_ptr(), host.page_bytes) for page in buffers]
+        assert len(pool_pages) == 11 and all(0 < page < len(host.arena.data) and not rest for page, rest in pool_pages)
         assert store.verbs("get_into") == (6 if reads else 0)
 
 

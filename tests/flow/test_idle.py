@@ -60,21 +60,21 @@ def reachable(root: object) -> Iterator[object]:
                     pending.append(item)
 
 
-def ends_while_locks_are_held(engine: CacheEngine, patience_s: float) -> bool:
+def ends_while_locks_are_held(engine: CacheEngine, timeout_s: float) -> bool:
     """Whether a step comes to its end while this thread holds every lock of the engine, its tiers and queues."""
     held = [item for item in reachable(engine) if isinstance(item, LOCKS) and item.acquire(blocking=False)]
     assert held or engine.pool.device.type == "cuda"  # which has no threads, so no locks, without a disk
     try:
         stepping = threading.Thread(target=engine.poll, daemon=True)
         stepping.start()
-        stepping.join(patience_s)
+        stepping.join(timeout_s)
         return not stepping.is_alive()
     finally:
         for lock in held:
             lock.release()
 
 
-def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[str]:
+def costs_of_a_step(engine: CacheEngine, timeout_s: float = BOUND_S) -> list[str]:
     """Operations and calls of a step that an idle step must not make."""
     with Operations() as operations:
         calls = Calls()
@@ -89,7 +89,7 @@ def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[st
         if not own and name not in LOOKS:
             found.append(f"call of {name} in {path.name}")
     found += [f"call of {name}" for name in calls.c if name not in HARMLESS]
-    if not ends_while_locks_are_held(engine, patience_s):
+    if not ends_while_locks_are_held(engine, timeout_s):
         found.append("wait for a lock")
     return found
 

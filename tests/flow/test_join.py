@@ -53,7 +53,7 @@ def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> N
             assert (read(engine, lease, 192) == expected_kv(tokens[:192])).all()
             engine.check()
         settled(engine)
-        assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
+        assert engine.stats()["prefetch.overlap_loaded_ratio"] == 22 / 24
 
 
 def test_pages_without_capacity_on_the_device_are_joined_later(store: PacedStore) -> None:
@@ -156,7 +156,7 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
         engine.observe_prefill(100, 100.0)
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.least_overlap_pages = 8
-        store.landed.clear()
+        store.num_reads.clear()
         state_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
         store.loses = lambda _, buffer: len(buffer) == state_bytes
         handle = engine.prefetch("a", tokens, overlaps=True)
@@ -181,9 +181,9 @@ def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool
         assert handle.ready and handle.is_preemptible
 
 
-@pytest.mark.parametrize(("read_s", "silent_s"), [(4.0, 384.0), (40.0, 0.0)])
+@pytest.mark.parametrize(("read_s", "no_progress_s"), [(4.0, 384.0), (40.0, 0.0)])
 def test_waiting_and_computing_are_compared_again_beside_others(
-    read_s: float, silent_s: float, store: PacedStore
+    read_s: float, no_progress_s: float, store: PacedStore
 ) -> None:
     """A request is preemptible while no other is delayed. It ends if another request is delayed and either the 12
     reads take longer than twice the 192 s of computing, or no read has ended for that time."""
@@ -192,9 +192,9 @@ def test_waiting_and_computing_are_compared_again_beside_others(
         engine.poll()
         assert handle.is_preemptible
         engine.expect("other", tokens_of(3))
-        store.clock.now_s += silent_s
+        store.clock.now_s += no_progress_s
         engine.poll()
-        assert handle.ready and handle.is_preemptible == (silent_s > 0)
+        assert handle.ready and handle.is_preemptible == (no_progress_s > 0)
         store.clock.now_s += 1.0
         engine.poll()
         assert handle.ready and not handle.is_preemptible
@@ -225,4 +225,4 @@ def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> No
             store.clock.now_s += 1.0
             engine.poll()
             store.allow()
-            eventually(lambda: sum(store.landed.values()) == 70)
+            eventually(lambda: sum(store.num_reads.values()) == 70)

@@ -86,7 +86,7 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     page_bytes = PAGE * TOKEN_BYTES
     moved = {movement: stats[f"{movement}.bytes"] / TOKEN_BYTES for movement in MOVEMENTS}
     assert moved["restore"] == hits["host"] + hits["disk"]
-    assert moved["prefetch"] == stats["prefetch.landed_tokens"] == stats["disk.hit_pages"] * PAGE
+    assert moved["prefetch"] == stats["prefetch.read_tokens"] == stats["disk.hit_pages"] * PAGE
     # Pages that return to the host are sent to the store again, but not written twice.
     assert stats["persist.bytes"] >= stats["disk.put_raw_bytes"] == stats["disk.put_pages"] * page_bytes
     evicted = stats["evict.host_demoted_tokens"]

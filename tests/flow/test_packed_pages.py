@@ -184,7 +184,7 @@ def test_the_documented_decoder_reads_a_page() -> None:
             serve(engine, "a", TOKENS, "fit")
             full = engine.inspect.context.full
             key = next(iter(full.pages))
-            page = full.host.bytes_of[int(full.pages.place[full.pages.table.row(key)])].numpy().tobytes()
+            page = full.host.bytes_of[int(full.pages.pool_page[full.pages.table.row(key)])].numpy().tobytes()
             slots = engine_slots(engine, TOKENS[:PAGE])
             for layer in full_layers(engine):
                 for at, buffer in enumerate(layer):

@@ -37,7 +37,7 @@ def test_histories_take_each_row_of_memory() -> None:
     """Those without a store, which follow from their seeds: in one or a few of them each way of a page occurs."""
     device, host = {("device", *row) for row in DEVICE}, {("host", *row) for row in HOST}
     of_reads = {row for row in host if "READ" in row or "DISOWNED" in row}
-    at_eviction = {row for row in device if "LEAVING" in row}
+    at_eviction = {row for row in device if "EVICTING" in row}
     wanted = (device | host) - of_reads - at_eviction
     assert _rows_of("hybrid", range(14, 40, 2), wanted) == wanted
     wanted = at_eviction | {("exclusive", *row) for row in EXCLUSIVE}
@@ -48,7 +48,9 @@ def test_histories_take_each_row_of_memory() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", MODELS)
 def test_histories_take_each_row(kind: str) -> None:
-    wanted = {(tier, *row) for tier, table in TABLES.items() for row in table if kind == "full" or "LEAVING" not in row}
+    wanted = {
+        (tier, *row) for tier, table in TABLES.items() for row in table if kind == "full" or "EVICTING" not in row
+    }
     assert _rows_of(kind, range(100), wanted) == wanted
 
 

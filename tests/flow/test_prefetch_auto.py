@@ -48,7 +48,7 @@ def test_the_first_request_after_a_restart_uses_what_lies_on_disk(mode: Prefetch
                 engine.acquire(CacheRequest("a", tokens))
             store.allow()
             until_ready(engine, handle)
-            assert handle.ended and handle.landed_tokens == handle.found_tokens == 192
+            assert handle.ended and handle.read_tokens == handle.found_tokens == 192
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             store.allow()
             assert lease.hit.disk == (0 if mode == "best_effort" else 192)
@@ -64,7 +64,7 @@ def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
         store.allow()
         until_ready(engine, handle)
         stats = engine.stats()
-        assert stats["prefetch.skipped_requests"] == stats["prefetch.gave_up_requests"] == 0
+        assert stats["prefetch.skipped_requests"] == stats["prefetch.abandoned_requests"] == 0
         assert stats["prefetch.estimated_seconds"] == pytest.approx(12e-3)
         assert stats["prefetch.waited_seconds"] == pytest.approx(12e-3)
         assert tokens_from_disk(engine, "a", tokens) == 192
@@ -75,14 +75,14 @@ def test_a_slow_disk_is_not_waited_for(store: PacedStore) -> None:
     and nothing is read for it after that."""
     with pending_prefetch(store, read_s=SLOW) as (engine, handle, tokens):
         until_ready(engine, handle)
-        assert not handle.ended and (handle.found_tokens, handle.landed_tokens) == (192, 0)
+        assert not handle.ended and (handle.found_tokens, handle.read_tokens) == (192, 0)
         assert engine.stats()["prefetch.skipped_requests"] == 1 and engine.stats()["prefetch.waited_requests"] == 0
         lease = engine.acquire(CacheRequest("a", tokens))
         assert lease.cached_len == 0 and handle.ended
         store.allow()
         engine.release(lease)
         assert tokens_from_disk(engine, "b", tokens) <= 16  # pages of a read that had begun
-        assert sum(store.landed.values()) <= 24 + 2
+        assert sum(store.num_reads.values()) <= 24 + 2
 
 
 def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: PacedStore) -> None:
@@ -95,10 +95,10 @@ def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: Pac
         assert not handle.ready
         store.read_s = SLOW
         store.allow(4)
-        eventually(lambda: store.held == 1 and sum(store.landed.values()) == 24 + 16)  # the next job has begun
+        eventually(lambda: store.held == 1 and sum(store.num_reads.values()) == 24 + 16)  # the next job has begun
         until_ready(engine, handle)
-        assert (handle.ended, handle.landed_tokens) == (False, 128)
-        assert engine.stats()["prefetch.waited_requests"] == engine.stats()["prefetch.gave_up_requests"] == 1
+        assert (handle.ended, handle.read_tokens) == (False, 128)
+        assert engine.stats()["prefetch.waited_requests"] == engine.stats()["prefetch.abandoned_requests"] == 1
         lease = engine.acquire(CacheRequest("a", tokens))
         store.allow()
         assert lease.hit.disk == 128
@@ -122,7 +122,7 @@ def test_little_of_an_unknown_disk_shows_that_it_is_slow(store: PacedStore, capl
         until_found(engine, store, handle)
         store.allow(4)
         until_ready(engine, handle)
-        assert (handle.ended, handle.landed_tokens) == (False, 4 * PAGE)
+        assert (handle.ended, handle.read_tokens) == (False, 4 * PAGE)
         assert not caplog.records  # no read had to fail for that
         store.allow()
 
@@ -139,7 +139,7 @@ def test_a_remote_store_is_asked_for_many_pages_at_once(read_s: float, sizes: li
             del store.sizes[:]
             handle = engine.prefetch("a", tokens)
             until_ready(engine, handle)
-            assert handle.landed_tokens == 192
+            assert handle.read_tokens == 192
             engine.cancel("a")
     assert sorted(store.sizes) == sizes
 
@@ -161,7 +161,7 @@ def test_without_rates_a_wait_is_bounded(silent: str, speed: float | None, store
             eventually(lambda: engine.poll() or silent == "contains" or handle.found_tokens == 192)
             engine.poll()
             assert handle.ready == ready
-        assert engine.stats()["prefetch.gave_up_requests"] == 1
+        assert engine.stats()["prefetch.abandoned_requests"] == 1
         assert engine.acquire(CacheRequest("a", tokens)).cached_len == 0
         gate.open()
 
@@ -209,7 +209,7 @@ def test_an_old_rate_is_forgotten(store: PacedStore, clock: Clock) -> None:
         assert not handle.ready  # what has landed is the rate now
         store.allow()
         until_ready(engine, handle)
-        assert handle.ended and handle.landed_tokens == 192
+        assert handle.ended and handle.read_tokens == 192
 
 
 def test_measured_rates_gate_loads_too() -> None:

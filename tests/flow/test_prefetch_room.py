@@ -38,7 +38,7 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
             engine.poll()
             engine.check()
             assert engine.stats()["prefetch.claimed_pages"] <= 30
-            return [handle.landed_tokens for handle in handles.values()]
+            return [handle.read_tokens for handle in handles.values()]
 
         eventually(lambda: sum(landed()) == 30 * PAGE)
         assert handles[0].ended and not handles[1].ready
@@ -53,7 +53,7 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
             eventually(lambda: landed()[0] == 192)
         until_ready(engine, handles[2])
         stats = engine.stats()
-        assert stats["prefetch.postponed_requests"] >= 2 and stats["prefetch.retries"] >= 2
+        assert stats["prefetch.deferred_requests"] >= 2 and stats["prefetch.retries"] >= 2
         assert tokens_from_disk(engine, "2", prompts[2]) == 192
 
 
@@ -79,7 +79,7 @@ def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
         thread = threading.Thread(target=gone.pop)
         thread.start()
         thread.join()
-    share.forget_gone()
+    share.forget_dropped()
     assert share.num_pages == 16 and share.of("kept") == 5 and share.of(other.request_id) == 11
     assert (share.end("kept"), share.end("r0"), share.end("r1"), share.num_pages) == (5, 11, 0, 0)
 
@@ -96,7 +96,7 @@ def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, cl
             clock.now_s += 1.0  # longer than until a read is tried again
             engine.poll()
             engine.check()
-            return [handle.landed_tokens for handle in handles]
+            return [handle.read_tokens for handle in handles]
 
         for n, tokens in enumerate(prompts):
             length = len(tokens) - 1
@@ -127,7 +127,7 @@ def test_nobody_waits_for_room_that_nobody_will_make(
     with engine_of(store, prefetch_host_share=share, host_bytes=host_pages * PAGE * 192) as engine:
         handle = engine.prefetch("a", tokens, mode=mode)
         until_ready(engine, handle)
-        assert handle.landed_tokens == landed * PAGE
+        assert handle.read_tokens == landed * PAGE
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             assert lease.hit.disk == landed * PAGE
         settled(engine)
@@ -148,7 +148,7 @@ def test_a_read_takes_the_room_beside_what_it_follows(others: int, landed: int, 
         handle = engine.prefetch("b", tokens)
         eventually(lambda: engine.poll() or handle.ready, engine.stats)
         engine.check()
-        assert (handle.found_tokens, handle.landed_tokens) == (10 * PAGE, landed * PAGE)
+        assert (handle.found_tokens, handle.read_tokens) == (10 * PAGE, landed * PAGE)
         assert engine.lookup(tokens).device + engine.lookup(tokens).host == (10 + landed) * PAGE
         engine.cancel("b")
         settled(engine)
@@ -168,7 +168,7 @@ def test_room_that_others_took_meanwhile_ends_a_read(store: PacedStore) -> None:
         taken = host.alloc(host.available())
         assert taken is not None
         eventually(lambda: engine.poll() or handle.ready, engine.stats)
-        assert 0 < handle.landed_tokens < 150 * PAGE and handle.found_tokens == 150 * PAGE
+        assert 0 < handle.read_tokens < 150 * PAGE and handle.found_tokens == 150 * PAGE
         host.free(taken)
         engine.check()
         store.clock.now_s += 1.1

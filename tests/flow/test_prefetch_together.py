@@ -108,12 +108,12 @@ def test_a_wait_goes_on_where_the_disk_is_a_little_slower(store: PacedStore) -> 
         until_found(engine, store, handle)
         store.read_s = 1.6
         store.allow(8)
-        eventually(lambda: engine.poll() or (handle.landed_tokens >= 64 and store.held == 1))
+        eventually(lambda: engine.poll() or (handle.read_tokens >= 64 and store.held == 1))
         assert not handle.ready
         store.read_s = 0.0  # so that the clock does not advance before the engine polls
         store.allow()
         until_ready(engine, handle)
-        assert handle.landed_tokens == 192
+        assert handle.read_tokens == 192
 
 
 def test_a_read_without_host_pages_comes_after_reads_that_have_them(store: PacedStore) -> None:
@@ -143,7 +143,7 @@ def test_a_wait_for_host_pages_ends_when_computing_is_faster(store: PacedStore, 
         store.hold()
         handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
         until_found(engine, store, *handles)
-        assert engine.stats()["prefetch.postponed_requests"] == 1
+        assert engine.stats()["prefetch.deferred_requests"] == 1
         for passed_s, ready in ((17, False), (2, True)):
             clock.now_s += passed_s
             for _ in range(2):  # the first request that stops waiting delays the other in that poll
@@ -166,19 +166,19 @@ def test_requests_for_the_same_pages_share_one_read(
         store.hold()
         handles = [engine.prefetch(str(n), tokens, mode=mode) for n, tokens in enumerate(prompts)]
         until_found(engine, store, *handles)
-        assert engine.stats()["prefetch.shared_requests"] == 3
+        assert engine.stats()["prefetch.coalesced_requests"] == 3
         store.allow(2)
         if cancelled is not None:
             engine.cancel(str(cancelled))
         assert [handle.ready for handle in handles] == [n == cancelled for n in range(4)]
         store.allow()
         until_ready(engine, *handles)
-        assert set(store.landed.values()) == {1} and store.verbs("contains") == asked + len(prompts)
-        assert set(store.landed) == set(page_keys(engine, same[:192]) + page_keys(engine, fork[:192]))
+        assert set(store.num_reads.values()) == {1} and store.verbs("contains") == asked + len(prompts)
+        assert set(store.num_reads) == set(page_keys(engine, same[:192]) + page_keys(engine, fork[:192]))
         for n, tokens in enumerate(prompts):
             if n != cancelled:
                 whole = (len(tokens) - 1) // PAGE * PAGE
-                assert handles[n].landed_tokens == handles[n].found_tokens == whole
+                assert handles[n].read_tokens == handles[n].found_tokens == whole
                 with engine.acquire(CacheRequest(str(n), tokens)) as lease:
                     assert lease.cached_len == whole
         settled(engine)
@@ -200,7 +200,7 @@ def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: Pa
             engine.acquire(CacheRequest("a", tokens))
         store.allow()
         until_ready(engine, first)
-        assert engine.prefetch("a", tokens, mode=mode) is not first and first.landed_tokens == 192
+        assert engine.prefetch("a", tokens, mode=mode) is not first and first.read_tokens == 192
         assert tokens_from_disk(engine, "a", tokens) == 192
 
 
@@ -215,13 +215,13 @@ def test_a_waiting_prefetch_joins_no_preemptible_read(store: PacedStore) -> None
         eventually(lambda: engine.poll() or store.held == 1)
         waiting = engine.prefetch("b", tokens, mode="wait_complete")
         until_found(engine, store, waiting)
-        assert engine.stats()["prefetch.shared_requests"] == 0
+        assert engine.stats()["prefetch.coalesced_requests"] == 0
         engine.prefetch("c", tokens, mode="best_effort")
         engine.poll()
-        assert engine.stats()["prefetch.shared_requests"] == 2
+        assert engine.stats()["prefetch.coalesced_requests"] == 2
         store.allow()
         until_ready(engine, waiting)
-        assert waiting.landed_tokens == 192
+        assert waiting.read_tokens == 192
         settled(engine)
 
 
@@ -251,7 +251,7 @@ def test_what_is_read_behind_a_copy_in_flight_lands_at_once(store: PacedStore, f
         serve(engine, "b", tokens[:33])
         handle = engine.prefetch("a", tokens, mode="wait_complete")
         until_ready(engine, handle)
-        assert handle.landed_tokens == 160
+        assert handle.read_tokens == 160
         for link in transfers.down:
             link.fails = TransferError("a copy fails") if fails else None
         transfers.finish()
@@ -266,7 +266,7 @@ def test_a_read_ends_with_the_last_page_that_a_request_waits_for(store: PacedSto
     fill(store, long)
     for gone in (["long"], ["short", "long"]):
         with engine_of(store) as engine:
-            store.landed.clear()
+            store.num_reads.clear()
             store.hold()
             handles = {"long": engine.prefetch("long", long), "short": engine.prefetch("short", short)}
             until_found(engine, store, *handles.values())
@@ -276,8 +276,8 @@ def test_a_read_ends_with_the_last_page_that_a_request_waits_for(store: PacedSto
             until_ready(engine, *handles.values())
             store.allow()
             settled(engine)
-            assert sum(store.landed.values()) <= (2 if len(gone) == 2 else 8 + 2)
-            assert handles["short"].landed_tokens == (48 if len(gone) == 1 else 0)
+            assert sum(store.num_reads.values()) <= (2 if len(gone) == 2 else 8 + 2)
+            assert handles["short"].read_tokens == (48 if len(gone) == 1 else 0)
 
 
 def test_what_follows_a_lost_page_is_not_read(store: PacedStore) -> None:
@@ -290,10 +290,10 @@ def test_what_follows_a_lost_page_is_not_read(store: PacedStore) -> None:
         until_found(engine, store, handle)
         store.inner.delete(page_keys(engine, tokens)[2:3])
         store.allow(4)  # the first job
-        eventually(lambda: engine.poll() or handle.landed_tokens == 2 * PAGE)
+        eventually(lambda: engine.poll() or handle.read_tokens == 2 * PAGE)
         store.allow(1)  # a read that a thread has begun
         until_ready(engine, handle)
-        assert handle.landed_tokens == 2 * PAGE and sum(store.landed.values()) <= 7 + 2
+        assert handle.read_tokens == 2 * PAGE and sum(store.num_reads.values()) <= 7 + 2
         store.allow()
         assert tokens_from_disk(engine, "a", tokens) == 2 * PAGE
 

@@ -62,8 +62,8 @@ def test_prompts_that_nobody_cancels_are_forgotten_by_their_bytes() -> None:
 @pytest.mark.parametrize("has_events", [False, True])
 def test_what_came_to_the_host_keeps_nothing_of_its_prompt_but_its_own_pages(has_events: bool) -> None:
     """The prompt's tokens go with its request; events tell those of the pages that came, also of a part."""
-    tree, told = RadixTree(PAGE, PageHasher(b"identity", PAGE)), EventLog()
-    watch = HostWatch(Metrics(), PAGE, has_stores=False, events=told if has_events else None)
+    tree, announced = RadixTree(PAGE, PageHasher(b"identity", PAGE)), EventLog()
+    watch = HostWatch(Metrics(), PAGE, has_stores=False, events=announced if has_events else None)
     tokens = np.arange(20 * PAGE)
     prompt = Prompts(tree).of(tokens, "", tree.match(tokens))
     keys, held = prompt.keys, weakref.ref(prompt.tokens)
@@ -72,9 +72,9 @@ def test_what_came_to_the_host_keeps_nothing_of_its_prompt_but_its_own_pages(has
     del prompt
     gc.collect()
     assert held() is None
-    told_pages = watch.told(keys[16:18])
-    assert len(told_pages) == has_events
-    for pages in told_pages:
+    announced_pages = watch.announced(keys[16:18])
+    assert len(announced_pages) == has_events
+    for pages in announced_pages:
         assert pages.keys == keys[16:18]
         assert pages.previous_key == keys[15]
         assert pages.tokens.tolist() == tokens[16 * PAGE : 18 * PAGE].tolist()

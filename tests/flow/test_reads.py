@@ -31,11 +31,11 @@ def request_in(
         prefetcher = engine.inspect.prefetcher
         assert prefetcher is not None
         prefetcher.least_overlap_pages = 8
-        claims = engine.prefetch("claims the share", before) if stage is Stage.POSTPONED else None
+        claims = engine.prefetch("claims the share", before) if stage is Stage.DEFERRED else None
         eventually(lambda: engine.poll() or claims is None or claims.ended)
         if stage is Stage.QUEUED:
             monkeypatch.setattr(reads, "_MAX_ACTIVE", 0)
-        if stage is Stage.ASKING:
+        if stage is Stage.LOOKING_UP:
             store.trouble = gate
         store.hold()
         handle = engine.prefetch("a", tokens, overlaps=stage is Stage.OVERLAPPING)
@@ -137,6 +137,6 @@ def test_a_request_that_waits_for_its_pages_takes_three_stages(store: PacedStore
         request, stages = prefetcher._requests["a"], list[Stage]()
         eventually(lambda: stages.append(request.stage) or engine.poll() or handle.ended)
         stages.append(request.stage)
-        assert [stage for stage, _ in itertools.groupby(stages)] == [Stage.ASKING, Stage.READING, Stage.ENDED]
+        assert [stage for stage, _ in itertools.groupby(stages)] == [Stage.LOOKING_UP, Stage.READING, Stage.ENDED]
         engine.cancel("a")
         settled(engine)

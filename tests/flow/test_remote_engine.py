@@ -86,7 +86,7 @@ def test_what_the_disk_lost_comes_from_the_remote_tier(device: str) -> None:
         disk.lost = page_keys(engine, prompt(0))[2]
         handle = engine.prefetch("a", prompt(0))
         until_ready(engine, handle)
-        assert (handle.found_tokens, handle.landed_tokens) == (CACHED_LEN, CACHED_LEN)
+        assert (handle.found_tokens, handle.read_tokens) == (CACHED_LEN, CACHED_LEN)
         assert serve(engine, "a", prompt(0)).hit == Hit(disk=CACHED_LEN - 8, remote=8)
         assert engine.stats()["remote_prefetch.bytes"] == 8 * 192
         settled(engine)
@@ -136,9 +136,9 @@ def test_a_hung_remote_tier_holds_nobody_up(verb: str, clock: Clock) -> None:
         remote.trouble = gate
         handle = engine.prefetch("c", prompt(0))
         if verb != "put":
-            landed_tokens = 40 if verb == "get_into" else 0  # nothing is read before all were asked what they hold
+            read_tokens = 40 if verb == "get_into" else 0  # nothing is read before all were asked what they hold
             eventually(lambda: engine.poll() or gate.held > 0, engine.stats)
-            eventually(lambda: engine.poll() or engine.stats()["prefetch.landed_tokens"] == landed_tokens, engine.stats)
+            eventually(lambda: engine.poll() or engine.stats()["prefetch.read_tokens"] == read_tokens, engine.stats)
             assert not handle.ready
             clock.now_s += 11
         until_ready(engine, handle)

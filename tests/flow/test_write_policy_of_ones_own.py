@@ -38,8 +38,8 @@ def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
             if key not in context.full.pages:
                 continue
             end = node.depth_tokens - (len(keys) - 1 - number) * PAGE
-            place = int(context.full.pages.place[context.full.pages.table.row(key)])
-            held = context.full.host.bytes_of[place].view(torch.float32)  # [layer][k, v][token][head][dim]
+            pool_page = int(context.full.pages.pool_page[context.full.pages.table.row(key)])
+            held = context.full.host.bytes_of[pool_page].view(torch.float32)  # [layer][k, v][token][head][dim]
             assert torch.equal(held, expected_kv(tokens[:end])[end - PAGE :].permute(1, 2, 0, 3, 4).flatten())
             found.add(tuple(tokens[:end].tolist()))
     return found

@@ -165,13 +165,13 @@ def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
         assert case.decide(request, candidate)
     for _ in range(50):
         case.read(30.0)
-    for request, num_tokens, silent_s in (
+    for request, num_tokens, no_progress_s in (
         (alone[0], PROMPT // 2, 1.0),
         (alone[0], 4 * PROMPT, 4.0),
         (delayed[0], 4 * PROMPT, 8.0),
     ):
-        assert not case.gate.abandons(request, 0, num_tokens, case.clock() - 0.9 * silent_s)
-        assert case.gate.abandons(request, 0, num_tokens, case.clock() - 1.1 * silent_s)
+        assert not case.gate.abandons(request, 0, num_tokens, case.clock() - 0.9 * no_progress_s)
+        assert case.gate.abandons(request, 0, num_tokens, case.clock() - 1.1 * no_progress_s)
     assert case.counts() == (2, 0, 0, 3)
 
 

@@ -147,7 +147,7 @@ def test_a_disk_whose_process_died_is_told_as_it_is_found(tmp_path: Path) -> Non
         engine.reset()
         found = engine.prefetch("again", list(prompt), mode="wait_complete")
         eventually(lambda: engine.poll() or found.ready)
-        assert len(_index_of(engine, stream).held["DISK"]) == found.landed_tokens // 8 == 11
+        assert len(_index_of(engine, stream).held["DISK"]) == found.read_tokens // 8 == 11
 
 
 def _disk(folder: Path) -> DiskConfig:

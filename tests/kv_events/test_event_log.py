@@ -46,7 +46,7 @@ class History:
             self.held[medium] |= arrived
             self.deleted -= arrived if medium == "DISK" else set()
         elif draw < 0.55:
-            self.log.landed(pages, from_disk=(from_disk := self.dice.random() < 0.7))
+            self.log.loaded(pages, from_disk=(from_disk := self.dice.random() < 0.7))
             self.held["CPU"].update(pages.keys)
             self.held["DISK"] |= {*pages.keys} - self.deleted if from_disk else set()
         elif draw < 0.9:

@@ -30,7 +30,7 @@ def test_it_ranks_the_pages_that_a_tier_evicts(policy: str, expected: str, monke
     monkeypatch.setitem(RANK_POLICIES, "deepest", DeepestFirst)
     tier = TierPages(BlockPool(9), policy)
     for keys in PROMPTS:
-        tier.landed(tier.reserve(tier.table.add(keys), COPY))
+        tier.complete(tier.reserve(tier.table.add(keys), COPY))
     tier.check()
     assert b" ".join(tier.table.keys_of(tier.order.leaving())).decode() == expected
     evicted = list[bytes]()

@@ -67,11 +67,11 @@ class Model:
         followed = {*table.keys_of(before[before >= 0])} - self.above
         may = [key for key in self.held if not locks[key] and key not in followed]
 
-        def place(key: bytes) -> tuple[float, ...]:
+        def pool_page(key: bytes) -> tuple[float, ...]:
             row = table.row(key)
             return int(order.class_[row]), float(order.key[row]), -len(key), -int(table.age[row])
 
-        return min(may, key=place)
+        return min(may, key=pool_page)
 
     kept_in_place: tuple[bytes, ...] = ()
 
@@ -100,7 +100,7 @@ class Model:
         """Some pages in flight did not fit."""
         if self.flying:
             rows = self.dice.choice(self.flying)
-            rows = rows[(self.tier.second_place[rows] == 0) & (np.arange(len(rows)) % 3 == 0)]
+            rows = rows[(self.tier.second_pool_page[rows] == 0) & (np.arange(len(rows)) % 3 == 0)]
             self.num_refused += len(self.tier.reserve_second(rows)) < len(rows)
 
     def land(self) -> None:
@@ -112,7 +112,7 @@ class Model:
             return
         ok = None if self.dice.random() < 0.7 else np.array([self.dice.random() < 0.7 for _ in rows])
         keys = self.tier.table.keys_of(rows if ok is None else rows[ok])
-        assert self.tier.table.keys_of(self.tier.landed(rows, ok)) == keys and not {*keys} & self.held.keys()
+        assert self.tier.table.keys_of(self.tier.complete(rows, ok)) == keys and not {*keys} & self.held.keys()
         self.held.update(dict.fromkeys(keys))
 
     def lock(self) -> None:
@@ -212,7 +212,7 @@ def test_a_large_tier_evicts_what_a_small_one_would() -> None:
         keys = used.pop(name, [b"%d %d" % (name, at) for at in range(50)])
         used[name] = keys  # the last is the one used last
         rows = tier.table.add(keys)
-        tier.landed(tier.reserve(rows[~tier.has(rows)], COPY))
+        tier.complete(tier.reserve(rows[~tier.has(rows)], COPY))
         tier.use(rows)
         held = [tier.has(tier.table.find(each)) for each in used.values()]
         lengths = [int(each.sum()) for each in held]
@@ -229,9 +229,13 @@ def test_policies_are_named_in_any_case(name: str) -> None:
 def test_the_audit_finds_planted_faults() -> None:
     """It can fail: a lock of nobody, a place that two pages have, a sum and a state that are wrong."""
     tier = TierPages(pool_of(8), "lru")
-    rows = tier.landed(tier.reserve(tier.table.add([b"a", b"ab", b"abc"]), COPY))
+    rows = tier.complete(tier.reserve(tier.table.add([b"a", b"ab", b"abc"]), COPY))
     tier.check(np.zeros(len(tier.table.age), np.int32))
-    faults = [(tier.place, 1, "share a place"), (tier.state, READ, "in flight"), (tier.second_place, 5, "not raw")]
+    faults = [
+        (tier.pool_page, 1, "share a page"),
+        (tier.state, READ, "in flight"),
+        (tier.second_pool_page, 5, "not raw"),
+    ]
     for column, value, message in faults:
         before = column[rows].copy()
         column[rows[:2]] = value
@@ -251,7 +255,7 @@ def test_the_audit_finds_planted_faults() -> None:
 def _tier_with(policy: str, *prompts: list[bytes]) -> TierPages:
     tier = TierPages(pool_of(NUM_PAGES), policy)
     for keys in prompts:
-        tier.landed(tier.reserve(tier.table.add(keys), COPY))
+        tier.complete(tier.reserve(tier.table.add(keys), COPY))
     return tier
 
 
@@ -306,7 +310,7 @@ def test_paths_name_a_page_whose_row_was_that_of_another() -> None:
     before = table.with_paths(tier.held([b"a1"]), seen)
     assert table.keys_of(before) == [b"a0", b"a1"] and not len(table.with_paths(before, seen))
     tier.evict_all()
-    after = tier.landed(tier.reserve(table.add([b"b0", b"b1"]), COPY))
+    after = tier.complete(tier.reserve(table.add([b"b0", b"b1"]), COPY))
     assert {*after.tolist()} == {*before.tolist()}
     assert table.keys_of(table.with_paths(after[-1:], seen)) == [b"b0", b"b1"]
 

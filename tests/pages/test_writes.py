@@ -34,7 +34,7 @@ class Scenario:
 
     def add(self, *keys: bytes) -> Rows:
         """New pages of one prompt."""
-        rows = self.tier.landed(self.tier.reserve(self.tier.table.add(keys), COPY))
+        rows = self.tier.complete(self.tier.reserve(self.tier.table.add(keys), COPY))
         self.writes.arrived(self.source, rows)
         return rows
 

@@ -39,5 +39,5 @@ def test_ten_thousand_requests(kind: str) -> None:
     for seed in range(100, 156):
         counts += run(kind, seed, 60)
     _assert_everything_happened(counts)
-    for what in ("disk", "backup.failures", "prefetch.beside_loaded_tokens", "persist.failed_pages"):
+    for what in ("disk", "backup.failures", "prefetch.overlap_loaded_tokens", "persist.failed_pages"):
         assert counts[what] > 0, f"no {what} in {dict(counts)}"

@@ -63,7 +63,7 @@ def _restarted(model: Any, *prompts: np.ndarray, **settings: Any) -> Iterator[An
         _scheduler(engine, model).run([Request(f"f{n}", tokens, 1) for n, tokens in enumerate(prompts)])
         engine.flush()
     store.hold()
-    store.landed.clear()
+    store.num_reads.clear()
     with _engine(model, store, **settings) as engine:
         try:
             yield engine, store
@@ -110,12 +110,12 @@ def test_computing_meets_what_comes(family: str) -> None:
         scheduler.submit(Request("a", tokens, NEW))
         output = _serve(engine, store, scheduler, itertools.repeat(1, 200))["a"]
         assert output.tokens == plain_greedy(model, tokens, NEW)
-        assert max(store.landed.values(), default=0) <= 1
+        assert max(store.num_reads.values(), default=0) <= 1
         stats = engine.stats()
-        assert stats["prefetch.beside_requests"] == 1
+        assert stats["prefetch.overlapped_requests"] == 1
         assert output.hit.disk + output.computed_tokens == len(tokens)
         assert 0.25 <= output.hit.disk / len(tokens) <= 0.75
-        assert stats["prefetch.beside_loaded_tokens"] == output.hit.disk == stats["admit.disk_hit_tokens"]
+        assert stats["prefetch.overlap_loaded_tokens"] == output.hit.disk == stats["admit.disk_hit_tokens"]
 
 
 def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
@@ -127,7 +127,7 @@ def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
             scheduler.submit(Request("a", tokens, NEW))
             output = _serve(engine, store, scheduler, reads)["a"]
             assert output.tokens == plain_greedy(model, tokens, NEW)
-            assert output.hit.disk == PAGE * sum(store.landed.values()) == len(tokens) - output.computed_tokens
+            assert output.hit.disk == PAGE * sum(store.num_reads.values()) == len(tokens) - output.computed_tokens
             assert bool(output.hit.disk) == any(reads)
 
 
@@ -140,7 +140,7 @@ def test_of_two_with_one_prefix_one_computes_and_one_reads() -> None:
             scheduler.submit(Request(name, tokens, NEW))
         outputs = _serve(engine, store, scheduler, itertools.repeat(1, 200))
         assert {output.tokens for output in outputs.values()} == {plain_greedy(model, tokens, NEW)}
-        assert max(store.landed.values()) == 1
+        assert max(store.num_reads.values()) == 1
         assert sum(output.computed_tokens for output in outputs.values()) <= len(tokens) * 0.75 + 2 * PAGE
 
 

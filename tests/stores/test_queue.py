@@ -113,7 +113,7 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     disk.reads.submit(ReadJob(4, 5, keys, targets[3], halfway))
     assert arrived.wait(PATIENCE_S)
     halfway.set()
-    disk.reads.tell_cancelled()
+    disk.reads.notify_cancelled()
     goes_on.set()
     answers = wait_for_reads(disk, 4)
     assert answers[:3] == [

@@ -95,8 +95,8 @@ class Nonsense:
         rng = self._rng
         keys = tuple(rng.choices(KEYS, k=rng.randrange(4)))
         offsets = array("Q", [rng.choice((0, 1, PAGE_BYTES, _MEMORY_BYTES, (1 << 64) - 1)) for _ in keys])
-        places = Pages(rng.choice((1, 1, 1, 0, 7)), rng.choice((PAGE_BYTES, PAGE_BYTES, 0, 1)), offsets)
-        job = frames.of_jobs([WriteJob(rng.randrange(-5, 5), keys, ())], places)
+        pool_pages = Pages(rng.choice((1, 1, 1, 0, 7)), rng.choice((PAGE_BYTES, PAGE_BYTES, 0, 1)), offsets)
+        job = frames.of_jobs([WriteJob(rng.randrange(-5, 5), keys, ())], pool_pages)
         kind = rng.choice((Kind.WRITE, Kind.READ, Kind.READ, Kind.USED, Kind.KEEP, Kind.CANCEL, Kind.NOTE, Kind.CLOSE))
         if kind in (Kind.WRITE, Kind.READ):
             return job[:4] + bytes([kind]) + job[5:]

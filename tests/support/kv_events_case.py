@@ -22,7 +22,7 @@ def in_memory(engine: CacheEngine) -> dict[str, dict[int, int | None]]:
     assert context.watch is not None
     of_medium = {
         "GPU": map(context.tree.names.pages, context.tree.nodes()),
-        "CPU": context.watch.told([*context.full.pages]),
+        "CPU": context.watch.announced([*context.full.pages]),
     }
     return {
         medium: {

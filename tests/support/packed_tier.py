@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hicache.build.packing import packer_of, place_bytes
+from hicache.build.packing import packer_of, pool_page_bytes
 from hicache.config import EngineConfig
 from hicache.device import SlotSpace
 from hicache.kernels.pack import PagePacker
@@ -63,19 +63,19 @@ class PackedTier(Tier):
         is_random = torch.arange(NUM_CONTENTS) % _EVERY == POISON
         raw = torch.where(is_random[:, None], random_bits, tame)
         # Bytes that are never written keep the poison.
-        self.pages = random_bits[POISON, : place_bytes(self._unpacker)].repeat(2 * NUM_CONTENTS, 1)
+        self.pages = random_bits[POISON, : pool_page_bytes(self._unpacker)].repeat(2 * NUM_CONTENTS, 1)
         self.pages[:NUM_CONTENTS, : self.packed_bytes] = raw[:, : self.packed_bytes]
         self.pages[NUM_CONTENTS:, : shape[1] - self.packed_bytes] = raw[:, self.packed_bytes :]
         self.raw = raw
         return raw
 
-    def num_places(self, contents: Ids) -> int:
+    def num_pool_pages(self, contents: Ids) -> int:
         return len(contents) + int((contents % _EVERY == 0).sum())
 
-    def divide(self, places: torch.Tensor, contents: Ids) -> HostPages:
+    def divide(self, pool_pages: torch.Tensor, contents: Ids) -> HostPages:
         rest = torch.zeros(len(contents), dtype=torch.int64)
-        rest[torch.from_numpy(contents % _EVERY == 0)] = places[len(contents) :]
-        return HostPages(places[: len(contents)], rest)
+        rest[torch.from_numpy(contents % _EVERY == 0)] = pool_pages[len(contents) :]
+        return HostPages(pool_pages[: len(contents)], rest)
 
     def store(self, slots: torch.Tensor, at: HostPages) -> TransferOp | TwoCopies:
         """As an engine does where pages do not fit: again, raw."""
@@ -93,10 +93,10 @@ class PackedTier(Tier):
         rest = at.rest.numpy()
         self.on_host[rest[rest > 0]] = NUM_CONTENTS + contents[rest > 0]
 
-    def host_differs(self, places: torch.Tensor, contents: torch.Tensor) -> torch.Tensor:
+    def host_differs(self, pool_pages: torch.Tensor, contents: torch.Tensor) -> torch.Tensor:
         is_packed = (contents > 0) & (contents < NUM_CONTENTS) & (contents % _EVERY != 0)
-        wrong = super().host_differs(places, contents)
-        found, packed = self.host.bytes_of[places[is_packed]], self.packed_bytes
+        wrong = super().host_differs(pool_pages, contents)
+        found, packed = self.host.bytes_of[pool_pages[is_packed]], self.packed_bytes
         is_other = (found[:, packed:] != self.pages[POISON, packed:]).any(1)
         wrong[is_packed] = is_other | (self._unpacked(found[:, :packed]) != self.raw[contents[is_packed]]).any(1)
         return wrong

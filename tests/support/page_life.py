@@ -43,15 +43,15 @@ DEVICE: Table = {
     ("LOADING", "CACHED"): _LANDS,
     ("LOADING", "FREE"): f"{_ENDS} {_LANDS}",
     ("CACHED", "FREE"): f"{_EVICTS} {_LANDS} reset",
-    ("CACHED", "LEAVING"): f"{_EVICTS} {_LANDS}",
-    ("LEAVING", "FREE"): f"{_EVICTS} {_LANDS}",
+    ("CACHED", "EVICTING"): f"{_EVICTS} {_LANDS}",
+    ("EVICTING", "FREE"): f"{_EVICTS} {_LANDS}",
 }
 HOST: Table = {
     ("NONE", "COPY"): "reserve reserve_second",
     ("NONE", "READ"): "reserve",
-    ("COPY", "HELD"): "landed",
+    ("COPY", "HELD"): "complete",
     ("COPY", "NONE"): "abandon",
-    ("READ", "HELD"): "landed",
+    ("READ", "HELD"): "complete",
     ("READ", "NONE"): "abandon",
     ("READ", "DISOWNED"): "disown",
     ("DISOWNED", "NONE"): "free_disowned",
@@ -75,7 +75,7 @@ _VERBS = (
     "prefetch expect poll acquire join extend commit next_stop track begin_forward backup release cancel flush reset"
 )
 _OF_PAGES = (
-    "reserve reserve_second landed abandon disown free_disowned drop discard evict_all lock unlock came_above "
+    "reserve reserve_second complete abandon disown free_disowned drop discard evict_all lock unlock came_above "
     "left_above begin_write written mark_stored"
 )
 
@@ -190,7 +190,7 @@ class PageLives:
     def _look_below(self, component: CacheComponent) -> None:
         """At the columns of its pages, if they have changed."""
         pages, name = component.pages, component.name
-        columns = pages.table.age, pages.state, pages.place, pages.second_place, pages.order.locks > 0
+        columns = pages.table.age, pages.state, pages.pool_page, pages.second_pool_page, pages.order.locks > 0
         now: list[object] = [column.tobytes() for column in (*columns, pages.stored, pages.writing)]
         now.append({*self._disowned[name]})
         if self._columns.get(name) == now:
@@ -207,14 +207,14 @@ class PageLives:
         self._states[tier][component] = now
         if before == now:
             return
-        for place in before.keys() | now.keys():
-            old, new = before.get(place, nothing), now.get(place, nothing)
+        for pool_page in before.keys() | now.keys():
+            old, new = before.get(pool_page, nothing), now.get(pool_page, nothing)
             if old == new:
                 continue
             rows = way(tier, call, old, new)
             if rows is None:
                 where = f"{call or 'no call'}, in {self._verb}"
-                self.broken.append(f"{tier}: {place} went from {old} to {new} in {where}")
+                self.broken.append(f"{tier}: {pool_page} went from {old} to {new} in {where}")
             self.seen.update((tier, *row) for row in rows or ())
 
     def _look_across(self, pages: Iterable[_Page]) -> None:
@@ -223,7 +223,7 @@ class PageLives:
         for component in self._calls:
             device, host, store = (self._states[tier].get(component, {}) for tier in ("device", "host", "store"))
             locked = {held.key for held in host.values() if held.state == "LOCKED"}
-            left = self._keys_leaving(component)
+            left = self._keys_evicting(component)
             for held in device.values():
                 if held.state == "LOADING" and held.key and held.key not in locked:
                     self.broken.append(f"a page of {component} is loaded from the host, where nobody has locked it")
@@ -242,10 +242,10 @@ class PageLives:
             if any((FULL, at) not in self._states["device"][FULL] for at in _ids(lease.held_slots(0, lease.held_len))):
                 self.broken.append(f"a slot that {lease.request_id} reads is free")
 
-    def _keys_leaving(self, component: Component) -> set[bytes]:
+    def _keys_evicting(self, component: Component) -> set[bytes]:
         """Of pages that have left the device, whose slots are free when their copies have ended."""
         at = self._context.by_name[component]
-        copies: Any = at.leaving
+        copies: Any = at.evicting
         return {
             key
             for copy in copies
@@ -262,7 +262,7 @@ class PageLives:
         loads |= {below for load in loads for below in load.depends_on}
         values = self._of_requests(loads) if name == MAMBA else self._of_slots(component, loads)
         yield from (((name, at), Held(state)) for state, value in values for at in _ids(value) if at)
-        yield from (((name, at), Held("LEAVING")) for ids in component.leaving.values() for at in _ids(ids))
+        yield from (((name, at), Held("EVICTING")) for ids in component.evicting.values() for at in _ids(ids))
         for page in pages:
             if page.component == name:
                 state = "LOADING" if page.is_loading else "CACHED"
@@ -298,8 +298,8 @@ class PageLives:
         states |= {"LOCKED": is_held & is_locked, "HELD": is_held & ~is_locked}
         for state, is_so in states.items():
             rows = np.flatnonzero(is_so)
-            for places in (pages.place[rows], pages.second_place[rows]):
-                for at, key in zip(_ids(places), pages.table.keys_of(rows), strict=True):
+            for pool_pages in (pages.pool_page[rows], pages.second_pool_page[rows]):
+                for at, key in zip(_ids(pool_pages), pages.table.keys_of(rows), strict=True):
                     if at:
                         yield (name, at), Held(state, key)
 

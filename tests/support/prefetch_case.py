@@ -24,14 +24,14 @@ class PacedStore(TroubledStore):
     """A store in memory whose reads wait until they are allowed. A read of two pages, the most where it is the disk,
     takes `read_s` of the clock, other reads in proportion.
 
-    `held`: reads that wait; `num_ended`: reads that do no more; `landed`: how often each page was read; `sizes`: the
+    `held`: reads that wait; `num_ended`: reads that do no more; `num_reads`: how often each page was read; `sizes`: the
     pages of each read.
     """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(MemoryPageStore(1 << 30))
         self.clock, self.read_s, self.held, self.num_ended = clock, 0.0, 0, 0
-        self.landed: Counter[bytes] = Counter()
+        self.num_reads: Counter[bytes] = Counter()
         self.sizes: list[int] = []
         self._allowed = threading.Semaphore(1 << 30)
 
@@ -50,7 +50,7 @@ class PacedStore(TroubledStore):
         self.clock.now_s += self.read_s * len(keys) / 2
         try:
             ok = super().get_into(keys, buffers, deadline_s=deadline_s)
-            self.landed.update(key for key, verified in zip(keys, ok, strict=True) if verified)
+            self.num_reads.update(key for key, verified in zip(keys, ok, strict=True) if verified)
         finally:
             self.num_ended += 1
         return ok
@@ -84,7 +84,7 @@ def fill(store: PacedStore, *prompts: np.ndarray) -> None:
         for n, tokens in enumerate(prompts):
             serve(engine, f"f{n}", tokens)
             engine.flush()
-    store.landed.clear()
+    store.num_reads.clear()
 
 
 def until_found(engine: CacheEngine, store: PacedStore, *handles: Prefetch) -> None:
@@ -95,7 +95,7 @@ def until_found(engine: CacheEngine, store: PacedStore, *handles: Prefetch) -> N
 
 
 def until_landed(engine: CacheEngine, handle: Prefetch, num_tokens: int) -> None:
-    eventually(lambda: engine.poll() or handle.landed_tokens == num_tokens, engine.stats)
+    eventually(lambda: engine.poll() or handle.read_tokens == num_tokens, engine.stats)
 
 
 def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, read_s: float) -> None:

@@ -18,6 +18,6 @@ class PriorityWriteThrough:
     def __init__(self, minimum: int) -> None:
         self._minimum = minimum
 
-    def wants(self, table: PageTable, rows: Rows) -> Mask:
+    def selects(self, table: PageTable, rows: Rows) -> Mask:
         is_wanted: Mask = table.priority[rows] >= self._minimum
         return is_wanted

@@ -231,7 +231,7 @@ class ServingFuzz:
         self.faults.clock.now_s += 3600
         flush_error(self.engine)
         self.engine.check()
-        for name in ("restore.failures", "backup.failures", "prefetch.beside_loaded_tokens", "persist.failed_pages"):
+        for name in ("restore.failures", "backup.failures", "prefetch.overlap_loaded_tokens", "persist.failed_pages"):
             self.counts[name] += int(self.engine.stats().get(name, 0))
         stats, table = self.engine.stats(), self.engine.req_to_token
         assert stats["device.protected_tokens"] == stats["engine.leases"] == stats["admit.expected_requests"] == 0

@@ -121,7 +121,7 @@ class Server:
         self.host = host_pool(case, device)
         allocator = TokenToKVPoolAllocator(SLOTS, case.dtype, "cpu", device, need_sort=False)
         try:
-            self._place()
+            self._pool_page()
             self.controller = cache_controller.HiCacheController(allocator, self.host, **self._settings)
         except BaseException:
             self._patches.close()
@@ -142,7 +142,7 @@ class Server:
             "enable_storage_metrics": True,
         }
 
-    def _place(self) -> None:
+    def _pool_page(self) -> None:
         """This process among the ranks of the server."""
         rank, size = self.case.tp_rank, self.case.tp_size
         ranks = dict.fromkeys(("tp_rank", "attn_tp_rank", "moe_tp_rank"), rank)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hicache.build.factory import build_transfer
-from hicache.build.packing import place_bytes
+from hicache.build.packing import pool_page_bytes
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import (
     HybridLinearKVPool,
@@ -140,7 +140,7 @@ class Tier:
             device=str(space.device),
             advanced=AdvancedConfig(staging_bytes=staging_bytes, transfer_chunk_tokens=2 * page_tokens),
         )  # fmt: skip
-        page_bytes = space.layout.page_bytes(page_tokens) if packer is None else place_bytes(packer)
+        page_bytes = space.layout.page_bytes(page_tokens) if packer is None else pool_page_bytes(packer)
         self.host = HostPagePool(
             space.layout, page_tokens, (ON_HOST + 1) * page_bytes, pin=self.on_cuda, page_bytes=page_bytes
         )
@@ -180,13 +180,13 @@ class Tier:
 
     # Host pages
 
-    def num_places(self, contents: Ids) -> int:
+    def num_pool_pages(self, contents: Ids) -> int:
         """Host pages that they take."""
         return len(contents)
 
-    def divide(self, places: torch.Tensor, contents: Ids) -> HostPages:
-        """Host pages `places` for `contents`."""
-        return HostPages(places, torch.zeros_like(places))
+    def divide(self, pool_pages: torch.Tensor, contents: Ids) -> HostPages:
+        """Host pages `pool_pages` for `contents`."""
+        return HostPages(pool_pages, torch.zeros_like(pool_pages))
 
     def store(self, slots: torch.Tensor, at: HostPages) -> TransferOp:
         return self.backend.store(slots, at.pages)
@@ -195,11 +195,11 @@ class Tier:
         """A store has ended well: from now on the truth about host pages is `contents`."""
         self.on_host[at.pages.numpy()] = contents
 
-    def host_differs(self, places: torch.Tensor, contents: torch.Tensor) -> torch.Tensor:
-        """Which host pages do not hold these contents: bool `[places]`."""
+    def host_differs(self, pool_pages: torch.Tensor, contents: torch.Tensor) -> torch.Tensor:
+        """Which host pages do not hold these contents: bool `[pool_pages]`."""
         expected = self.pages[contents.clamp(min=0)]
         expected[contents == ZEROS] = 0
-        return (self.host.bytes_of[places] != expected).any(1) & (contents != UNKNOWN)
+        return (self.host.bytes_of[pool_pages] != expected).any(1) & (contents != UNKNOWN)
 
     # Where things are
 
@@ -230,7 +230,7 @@ class Tier:
         tensor = torch.from_numpy(values.astype(np.int64))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_cuda else tensor
 
-    def placed(self, blocks: Ids, contents: Ids | int) -> None:
+    def segments(self, blocks: Ids, contents: Ids | int) -> None:
         """From now on the truth about `blocks` is `contents`, page by page."""
         self.on_device[blocks, 0] = contents if isinstance(contents, int) else np.repeat(contents, self.parts)
         self.on_device[blocks, 1] = np.tile(np.arange(self.parts), len(blocks) // self.parts)

@@ -166,7 +166,7 @@ class CopiesWhenNeeded:
 
 
 class StreamGate:
-    """Holds CUDA streams until it is opened, or `patience_s` has passed: what waits for them wrongly must not wait for
+    """Holds CUDA streams until it is opened, or `timeout_s` has passed: what waits for them wrongly must not wait for
     ever. On the device, not by a kernel that sleeps: how long the host takes does not matter."""
 
     # All flags of a process, each used once, for a stream may look at one long after the gate was opened. Taken before
@@ -174,12 +174,12 @@ class StreamGate:
     _flags: ClassVar[torch.Tensor | None] = None
     _next: ClassVar[Iterator[int]] = itertools.count()
 
-    def __init__(self, patience_s: float = 60.0) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         if StreamGate._flags is None:
             StreamGate._flags = torch.zeros(1 << 16, dtype=torch.int32).pin_memory()
         at = next(self._next)
         self._flag = StreamGate._flags[at : at + 1]
-        self._timer = threading.Timer(patience_s, self._let_go)
+        self._timer = threading.Timer(timeout_s, self._let_go)
         self._timer.daemon = True
         self._timer.start()
 

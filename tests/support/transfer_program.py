@@ -143,7 +143,7 @@ class Program:
             torch.cuda.synchronize()
         for t, tier in enumerate(self.tiers):
             tier.audit()
-            held = sum(tier.num_places(e.contents) for e in self._entries(on_host=True))
+            held = sum(tier.num_pool_pages(e.contents) for e in self._entries(on_host=True))
             assert tier.host.available() == ON_HOST - held
             held = sum(len(e.blocks[t]) for e in self.entries if e.blocks is not None)
             assert tier.free.sum() == len(tier.free) - 1 - held
@@ -176,12 +176,12 @@ class Program:
             return
         assert entry.blocks is not None
         for t, (tier, blocks) in enumerate(zip(self.tiers, entry.blocks, strict=True)):
-            allocated = tier.host.alloc(tier.num_places(entry.contents))
+            allocated = tier.host.alloc(tier.num_pool_pages(entry.contents))
             assert allocated is not None
-            places = torch.tensor(self.rng.permutation(allocated) if self.rng.random() < 0.5 else allocated)
-            tier.host.bytes_of[places] = tier.pages[POISON]
-            tier.on_host[places.numpy()] = UNKNOWN
-            at = tier.divide(places, entry.contents)
+            pool_pages = torch.tensor(self.rng.permutation(allocated) if self.rng.random() < 0.5 else allocated)
+            tier.host.bytes_of[pool_pages] = tier.pages[POISON]
+            tier.on_host[pool_pages.numpy()] = UNKNOWN
+            at = tier.divide(pool_pages, entry.contents)
             op = tier.store(self._slots(tier, blocks), at)
             entry.stores.append(self._submitted(op, t, "store"))
             entry.writing.append(at)
@@ -263,7 +263,7 @@ class Program:
         ops, entry.loads = entry.loads, []
         assert entry.blocks is not None and entry.pages is not None
         for tier, op, blocks in zip(self.tiers, ops, entry.blocks, strict=True):
-            tier.placed(blocks, UNKNOWN if op.error else entry.contents)
+            tier.segments(blocks, UNKNOWN if op.error else entry.contents)
         if not self._all_well(ops):
             assert not entry.was_read, "a forward was not told that a load it consumed had failed"
             for tier, load_id in zip(self.tiers, entry.load_ids, strict=True):
@@ -293,7 +293,7 @@ class Program:
         self._next_content += count
         entry = Entry(contents, [tier.take(count, self.rng) for tier in self.tiers])
         for tier, blocks in zip(self.tiers, entry.blocks or [], strict=True):
-            tier.placed(blocks, contents)
+            tier.segments(blocks, contents)
         return entry
 
     def _available_on_device(self, num_pages: int, keep: Sequence[Entry]) -> bool:
@@ -306,7 +306,7 @@ class Program:
         return True
 
     def _available_on_host(self, contents: Ids, keep: Sequence[Entry]) -> bool:
-        while any(tier.host.available() < tier.num_places(contents) for tier in self.tiers):
+        while any(tier.host.available() < tier.num_pool_pages(contents) for tier in self.tiers):
             victims = [e for e in self._entries(on_host=True) if e.idle and e not in keep]
             if not victims:
                 return False
@@ -338,7 +338,7 @@ class Program:
             spot = tier.spot(blocks, np.full(len(entry.contents), POISON))
             for layer in range(len(tier.rows)):
                 tier.write(layer, spot)
-            tier.placed(blocks, UNKNOWN)
+            tier.segments(blocks, UNKNOWN)
 
     def _submitted(self, op: TransferOp, tier: int, kind: str) -> TransferOp:
         self.lanes.setdefault((tier, kind), deque()).append(op)
@@ -359,7 +359,7 @@ class Program:
                 op.wait()
         assert any(op.error for entry in read for op in entry.loads), f"no load of it failed: {error}"
         for tier, blocks in zip(self.tiers, (new.blocks or []) if new else (), strict=False):
-            tier.placed(blocks, UNKNOWN)
+            tier.segments(blocks, UNKNOWN)
             tier.free[blocks] = True
         self.counts["told"] += 1
 

@@ -109,7 +109,7 @@ def inject_faults() -> None:
             if number % 7 == 0:
                 raise OSError(errno.EIO, "injected")
             answers = original(self, items, *args, **kwargs)
-            return [ok and (number + place) % 5 > 0 for place, ok in enumerate(answers)]
+            return [ok and (number + pool_page) % 5 > 0 for pool_page, ok in enumerate(answers)]
 
         return call
 

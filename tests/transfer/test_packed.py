@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hicache.build.factory import build_transfer
-from hicache.build.packing import packer_of, place_bytes
+from hicache.build.packing import packer_of, pool_page_bytes
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import MHATokenToKVPool, NSATokenToKVPool, SlotSpace
 from hicache.errors import ConfigError
 from hicache.host.pool import HostPagePool
 from hicache.kernels.page_copy import PageMover
-from hicache.transfer.placed import PagePlaces
 from hicache.transfer.plan import ASSUMED, Shape, choose
+from hicache.transfer.segments import PageCopies
 from transfer_hooks import Move, at_each_move
 
 BF16 = torch.bfloat16
@@ -36,7 +36,7 @@ class Packed:
         )  # fmt: skip
         packer = packer_of(config, "full", self.space, PAGE)
         assert packer is not None
-        size = place_bytes(packer)
+        size = pool_page_bytes(packer)
         self.host = HostPagePool(self.space.layout, PAGE, (2 * NUM_PAGES + 2) * size, pin=False, page_bytes=size)
         backend, self.counter = build_transfer(config, self.space, self.host, packer)
         assert backend is not None
@@ -113,16 +113,16 @@ def test_raw_pages_arrive_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert op.error is None and torch.equal(buffers[-1][slots], last)
 
 
-@pytest.mark.parametrize("place_bytes", [127, 257])
-def test_two_places_must_hold_a_raw_page(place_bytes: int) -> None:
+@pytest.mark.parametrize("pool_page_bytes", [127, 257])
+def test_two_places_must_hold_a_raw_page(pool_page_bytes: int) -> None:
     """A packed page must have at least half of a raw page's size, and at most its size."""
 
     class Sized:
-        ends = (0, place_bytes)
+        ends = (0, pool_page_bytes)
 
     mover = PageMover([[torch.zeros(64, 8, dtype=BF16)]], PAGE, "torch")
     with pytest.raises(ConfigError, match="kv_packing"):
-        PagePlaces(mover, Sized())  # type: ignore[arg-type]
+        PageCopies(mover, Sized())  # type: ignore[arg-type]
 
 
 def test_packed_pages_always_go_through_staging() -> None:

@@ -48,10 +48,10 @@ def test_bytes_land_where_scattering_puts_them(which: tuple[str, int], data: st.
     tier, mover, copier = tier_of(*which)
     block = tier.page_tokens
     buffers = [rows for layer in tier.rows for rows in layer]
-    places = tier.space.num_slots // block - 1
-    count = data.draw(st.integers(1, min(9, places)))
+    segments = tier.space.num_slots // block - 1
+    count = data.draw(st.integers(1, min(9, segments)))
     pages = np.array(data.draw(st.permutations(range(1, 29)))[:count], dtype=np.int64)
-    first = np.array(data.draw(st.permutations(range(1, places + 1)))[:count], dtype=np.int64) * block
+    first = np.array(data.draw(st.permutations(range(1, segments + 1)))[:count], dtype=np.int64) * block
     if data.draw(st.booleans()):
         pages, first = np.sort(pages), np.sort(first)
     slots = (first[:, None] + np.arange(block)).reshape(-1)

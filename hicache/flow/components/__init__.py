@@ -1,9 +1,9 @@
-"""The components of a cache: each file has one, and all that it adds to the movements."""
+"""The components of a cache (full attention, windows, states), one file each, with their steps in each movement."""
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.components.full import FullAttention
 from hicache.flow.components.state import RecurrentState
 from hicache.flow.components.window import SlidingWindow
 
-# Of the models that hicache knows, in the order in which the movements call them.
+# All components, in the order in which the movements call them.
 COMPONENTS: tuple[type[CacheComponent], ...] = (FullAttention, SlidingWindow, RecurrentState)

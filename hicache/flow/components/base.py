@@ -1,14 +1,14 @@
 """The contract of a cache component: the parts that move it between tiers, and its steps in each movement.
 
     build     tree_component_for, slot_space
-    evict     available, num_leaving, count_eviction, free
+    evict     available, num_evicting, count_eviction, free
     admit     refuse_impossible, needed, needed_to_join, fits_now, shortage, size_of, take, prepare_forward
     restore   first_required, pages_to_load, begin_load, device_ids, fail_load
     commit    next_stop, commit_points, needed_to_donate, donate, release
     check     device_violations
 
-The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. A component of
-one's own is a subclass in a file of its own, and its counterpart in `hicache.pages.components`.
+The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. To add a
+component, write a subclass in a new file, and its counterpart in `hicache.pages.components`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from hicache.transfer.counter import LayerTransferCounter
 
 @dataclass(frozen=True)
 class HostLink:
-    """How the rows of a component move between device and host, and which pages the host has of them. Without a host
-    tier: rows and counter alone. `packing`: the format of host pages that are packed."""
+    """The transfers of a component between device and host, and its pages on the host. Without a host tier, only the
+    rows and the layer counter are set. `packing`: counts packed host pages."""
 
     space: SlotSpace
     counter: LayerTransferCounter
@@ -57,7 +57,8 @@ class HostLink:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts that all components of an engine share. `allocator`: of slots and the window slots mapped to them."""
+    """The parts that all components of an engine share. `allocator`: allocates slots and the window slots mapped to
+    them."""
 
     config: EngineConfig
     pool: KVCache
@@ -69,11 +70,11 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class Admission:
-    """The capacity and the loads of one admission. Counted before anything changes.
+    """The capacity and the loads of one admission, computed before anything changes.
 
     Intervals of positions: [0, device_len) is on the device, [device_len, length) is to be loaded, [length, end) is to
-    be computed. `num_slots`: of [device_len, end) in whole device pages; `num_own`: of [length, end). `to_load`: the
-    pages of the prefix, by component, that the device lacks and the host has.
+    be computed. `num_slots`: slots of [device_len, end), in complete device pages; `num_own`: those of [length, end).
+    `to_load`: the pages of the prefix, by component, that the device lacks and the host has.
     """
 
     match: Match
@@ -86,11 +87,12 @@ class Admission:
 
 
 PageTest = Callable[["CacheComponent", int], bool]
-"""Whether page `index` of a prompt is somewhere."""
+"""A test of one page of a prompt, by its index."""
 
 
 class InMemory(Protocol):
-    """Where the pages of a prompt are: full ones up to `device_end` on the device. See `hicache.flow.located`."""
+    """The locations of the pages of a prompt. The device has the full pages before `device_end`. See
+    `hicache.flow.located`."""
 
     device_end: int
 
@@ -100,10 +102,11 @@ class InMemory(Protocol):
 
 
 class CacheComponent(ABC):
-    """One component of one engine. Scheduler thread only. The factory asks the class whether a model has it.
+    """One component of one engine. Scheduler thread only. The factory calls `tree_component_for` to find out whether a
+    model has it.
 
-    A method that raises has changed nothing, except for `begin_load`, which `fail_load` undoes. `free`, `release` and
-    `fail_load`, which end something, do not raise.
+    If a method raises, it has changed nothing, except for `begin_load`, which `fail_load` undoes. `free`, `release` and
+    `fail_load` do not raise.
 
     `tree_component`: its counterpart in the tree. Sizes are in tokens, or in states where `tree_component.at_node_end`.
     """
@@ -111,11 +114,12 @@ class CacheComponent(ABC):
     @classmethod
     @abstractmethod
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
-        """Its counterpart in the tree; None where the model does not have this component."""
+        """Return its counterpart in the tree; None if the model does not have this component."""
 
     @classmethod
     def slot_space(cls, config: EngineConfig, tree_component: TreeComponent, pool: KVCache) -> SlotSpace:
-        """The rows that are moved between the tiers: of the pool, or made here for a component with rows of its own."""
+        """Return the slots of the pool that are moved between tiers, or create them for a component with its own
+        pool."""
         return next(space for space in pool.slot_spaces if space.name == tree_component.name)
 
     def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
@@ -129,17 +133,17 @@ class CacheComponent(ABC):
         self.packing = (
             None if link.packing is None else Packing(tree_component.name, engine.metrics, lambda: self.pages.num_raw)
         )
-        # Elements of a device value that one host page holds.
+        # Tokens or states in one host page.
         self.page_size = 1 if tree_component.at_node_end else engine.tree.page_size
-        # Values that have left the tree, by the copy to the host after which they are free, see `leave`.
-        self.leaving: dict[object, torch.Tensor] = {}
+        # Values that were evicted from the tree, by the copy to the host after which they are free, see `take_evicted`.
+        self.evicting: dict[object, torch.Tensor] = {}
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
-        """The slots or states that the transfer moves for a device value."""
+        """Convert a device value to the slots or states that the transfer moves."""
         return value
 
     def host_rows(self, rows: Rows) -> Rows:
-        """The rows on the host of pages of the tree; `NO_ROW` for a page without one."""
+        """Return the host rows of pages of the tree; `NO_ROW` for a page without one."""
         return self.pages.table.find(self.tree.names.of_component(self.name, self.tree.table.keys_of(rows)))
 
     # Evict
@@ -147,125 +151,129 @@ class CacheComponent(ABC):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """All that the device may have of it."""
+        """The tokens or states that fit on the device."""
 
     @abstractmethod
     def available(self) -> int:
-        """Free on the device."""
+        """Return the tokens or states that are free on the device."""
 
     @property
-    def num_leaving(self) -> int:
-        """Tokens or states that will be free on the device when copies to the host have ended."""
-        return sum(map(len, self.leaving.values()))
+    def num_evicting(self) -> int:
+        """The tokens or states that will be free on the device when copies to the host have ended."""
+        return sum(map(len, self.evicting.values()))
 
     @abstractmethod
     def free(self, value: torch.Tensor) -> None:
-        """Give a device value back."""
+        """Free a device value."""
 
-    def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """A device value has left the tree, and a copy reads it: what `free_left` gets when that has ended, an element
-        for each of its own."""
+    def take_evicted(self, value: torch.Tensor) -> torch.Tensor:
+        """Take a value that was evicted from the tree while a copy reads it. Returns the ids that `free_evicted` frees
+        when the copy has ended, one for each element."""
         return value
 
-    def free_left(self, ids: torch.Tensor) -> None:
-        """Give back what `leave` returned."""
+    def free_evicted(self, ids: torch.Tensor) -> None:
+        """Free the ids that `take_evicted` returned."""
         self.free(ids)
 
-    def count_eviction(self, rows: Rows) -> None:  # noqa: B027 - most count nothing
-        """These lost their device values."""
+    def count_eviction(self, rows: Rows) -> None:  # noqa: B027 - most components count nothing
+        """Count pages whose device values were evicted."""
 
     # Admit
 
     def refuse_impossible(self, request: CacheRequest) -> None:  # noqa: B027
-        """Raise PromptTooLong where the request can never fit."""
+        """Raise PromptTooLong if the request can never fit."""
 
     @abstractmethod
     def needed(self, admission: Admission) -> int:
-        """The tokens or states that must be free on the device for an admission."""
+        """Return the tokens or states that must be free on the device for an admission."""
 
     def needed_to_join(self, admission: Admission, num_own: int) -> int:
-        """The same for a request that was admitted before, and gives back `num_own` slots of its own."""
+        """Return the same for a request that already has a lease and frees `num_own` of its own slots."""
         return self.needed(admission) - self.size_of(num_own)
 
     def fits_now(self, admission: Admission) -> bool:
-        """Whether the request fits at this moment. Changes nothing."""
+        """Whether the request fits now. Changes nothing."""
         kept = self.tree.to_protect(self.name, admission.match, admission.device_len, admission.length)
         evictable = max(0, self.resident.evictable - kept)
-        return self.needed(admission) <= self.available() + self.num_leaving + evictable
+        return self.needed(admission) <= self.available() + self.num_evicting + evictable
 
     def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
-        """The error of a request that `needed` more than can be made free, while `in_flight` are being copied."""
+        """Return the error of a request that needs more than can be evicted, while `in_flight` tokens or states are
+        being copied."""
         return OutOfSlots(needed, self.available(), self.resident.evictable, in_flight)
 
     def take(self, slots: torch.Tensor) -> None:  # noqa: B027
-        """A lease got new `slots` of its own: take what belongs to them. `size_of(len(slots))` is free."""
+        """Allocate what belongs to new `slots` of a lease. The caller has made `size_of(len(slots))` available."""
 
     def size_of(self, num_slots: int) -> int:
-        """The tokens or states that `take` needs for new slots."""
+        """Return the tokens or states that `take` needs for new slots."""
         return 0
 
     def size_ahead(self, num_slots: int, num_requests: int) -> int:
-        """The tokens or states that requests may take with their next `num_slots` slots; evicted ahead."""
+        """Return the tokens or states that requests may take with their next `num_slots` slots. They are evicted in
+        advance."""
         return self.size_of(num_slots)
 
     def prepare_forward(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
-        """The load of the lease was submitted, if there is one: prepare what else its first forward needs."""
+        """Prepare the first forward pass of a lease. Its load, if there is one, was submitted before."""
 
     # Restore
 
     def first_required(self, end: int) -> int:
-        """Of a prefix of `end` pages, pages [first_required(end), end) are needed, as its counterpart in the tree says
-        of tokens."""
+        """Return the first page that this component needs of a prefix of `end` pages; it also needs all pages after
+        it."""
         page = self.tree.page_size
         return self.tree_component.first_required(end * page) // page
 
     def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
-        """Pages, ascending, that a prefix of `end` pages, which memory can serve, lacks on the device."""
+        """Return the pages, ascending, that the device lacks of a prefix of `end` pages. Device and host together have
+        them all."""
         return [index for index in range(self.first_required(end), end) if not pages.on_device(self, index)]
 
     @abstractmethod
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Enter what `load` brings, its `pages` of this component, `pages_to_load`, into the tree behind `load.node`,
-        or into the lease; returns the slots or states that it writes to, in that order.
+        """Insert the pages that `load` copies for this component (`pages_to_load`) into the tree after `load.node`, or
+        into the lease. Returns the slots or states that the load writes, in the order of the pages.
 
-        `slots`: those of the tokens that the load brings, from the first on.
+        `slots`: those of the loaded tokens.
         """
 
     def fail_load(self, load: Load) -> None:  # noqa: B027
-        """The load failed: take what it was to bring off the device."""
+        """Remove the pages of a failed load from the tree."""
 
     # Commit
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """Where a pass over the prompt from `start` should end, at most at `end`."""
+        """Return the position, at most `end`, at which a pass from `start` over the prompt should end."""
         return end
 
     def commit_points(self, lease: Lease, num_tokens: int) -> list[int]:
-        """Where `tree_component.ends_matches`: lengths, ascending, at which the tokens computed so far are given to
-        the tree."""
+        """Return the prompt lengths, ascending, at which computed tokens are inserted into the tree. Only called if
+        `tree_component.ends_matches`."""
         return [num_tokens // self.tree.page_size * self.tree.page_size]
 
     def needed_to_donate(self, lease: Lease, length: int) -> int:
-        """The tokens or states that must be free for `donate`."""
+        """Return the tokens or states that must be free for `donate`."""
         return 0
 
     def donate(self, lease: Lease, length: int) -> torch.Tensor | None:
-        """A device value that belongs to exactly the first `length` tokens, for the tree; None for none."""
+        """Return a device value for the tree that belongs to exactly the first `length` tokens, or None."""
         return None
 
     def release(self, lease: Lease) -> None:  # noqa: B027
-        """The lease ends: free what it holds."""
+        """Free the values of this component in a lease that ends."""
 
     # Check
 
     @abstractmethod
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        """Where free + held by the tree + owned by leases is not all there is. `loads`: those in flight, and
-        those that exchanges read."""
+        """Return the violations of: free + held by the tree + owned by leases = capacity. `loads`: those in flight, and
+        those that staged loads read."""
 
 
 def account_violations(what: str, sums: tuple[int, int, int], total: int, ids: Sequence[torch.Tensor]) -> list[str]:
-    """Whether free + in the tree + elsewhere (`sums`) is `total`, and no id is owned twice or the sink."""
+    """Return the violations of: `sums` (free, in the tree, elsewhere) add up to `total`; no id is owned twice; no id is
+    the sink."""
     found = []
     if sum(sums) != total:
         found.append(f"{what}: {sums[0]} free + {sums[1]} in the tree + {sums[2]} elsewhere is not {total}")

@@ -1,4 +1,4 @@
-"""Full attention in the engine: a slot a token, allocated in device pages."""
+"""Full attention in the engine: one slot per token, allocated in device pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FullAttention(CacheComponent):
     def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
         super().__init__(engine, tree_component, link)
         self.allocator = allocator = engine.allocator
-        # The full slots alone, where window slots are mapped to them.
+        # In a model with windows, the allocator of full slots alone.
         self._slots: BaseTokenToKVPoolAllocator = (
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
@@ -45,16 +45,16 @@ class FullAttention(CacheComponent):
         self._lost = count("evict.device_lost_tokens", f"{of} {lost}", family, tier="device", outcome="lost")
 
     def host_rows(self, rows: Rows) -> Rows:
-        return rows  # the tiers share them
+        return rows  # device and host share rows
 
     def alloc(self, num_slots: int) -> torch.Tensor:
-        """`num_slots` free slots, in whole device pages, without window slots."""
+        """Allocate `num_slots` slots, in complete device pages, without window slots."""
         slots = self._slots.alloc(num_slots)
         assert slots is not None, "made available before"
         return slots
 
     def in_pages(self, num_tokens: int) -> int:
-        """`num_tokens`, rounded up to complete device pages."""
+        """Round `num_tokens` up to complete device pages."""
         page = self._slots.page_size
         return -(-num_tokens // page) * page
 
@@ -90,7 +90,7 @@ class FullAttention(CacheComponent):
         return range(min(pages.device_end, end), end)
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Pages behind `load.node`, which matches see from now on."""
+        """Insert the loaded pages after `load.node`. Later matches find them."""
         page, prompt, (rows, pages) = self.page_size, load.prompt, load.pages[FULL]
         first, last = int(pages[0]), int(pages[-1]) + 1
         tokens, value = prompt.tokens[first * page : last * page], slots[: len(rows) * page]
@@ -101,7 +101,7 @@ class FullAttention(CacheComponent):
         return value
 
     def fail_load(self, load: Load) -> None:
-        """Its slots stay out of use as long as anyone reads them."""
+        """Remove the loaded pages from the tree. Their slots are freed when no lease or load reads them any more."""
         if FULL in load.brings:
             released = self.tree.remove(load.brings[FULL])
             load.orphans += [gone.value for gone in released if gone.component == FULL]
@@ -111,13 +111,13 @@ class FullAttention(CacheComponent):
             self.free(lease.held_slots(lease.tree_len, lease.held_len))
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        held, owned = self.tree.values(FULL), [*owned_slots(leases, loads), *self.leaving.values()]
+        held, owned = self.tree.values(FULL), [*owned_slots(leases, loads), *self.evicting.values()]
         sums = (self.available(), len(held), sum(map(len, owned)))
         return account_violations("slots", sums, self.capacity, [held, *owned])
 
 
 def owned_slots(leases: Sequence[Lease], loads: Sequence[Load]) -> list[torch.Tensor]:
-    """Slots of leases, and of failed loads that leases or other loads still read."""
+    """Return the slots of leases, and of failed loads that leases or other loads still read."""
     owned = [lease.held_slots(lease.tree_len, lease.held_len) for lease in leases]
     known = {*loads, *(load for lease in leases for load in lease.loads)}
     known |= {below for load in known for below in load.depends_on}

@@ -1,7 +1,7 @@
-"""Recurrent states in the engine: two a request, and one at the end of every node that a match can end at.
+"""Recurrent states in the engine: two per request, and one at the end of each node at which a match can end.
 
-A state belongs to exactly the tokens that it has consumed. A request's running state is copied where a page ends; its
-checkpoint, a second state, is donated without a copy.
+A state belongs to exactly the tokens that it has consumed. A request's running state is copied at the end of a page.
+Its checkpoint, the second state, is donated without a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STATES_PER_REQUEST = 2  # the running state and the last checkpoint
 
 
 class RecurrentState(CacheComponent):
-    """Of models with recurrent layers. The rows of their request table come with states."""
+    """The component of models with recurrent layers. Each row of their request table has states."""
 
     @classmethod
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
@@ -39,7 +39,8 @@ class RecurrentState(CacheComponent):
         assert isinstance(engine.req_to_token, HybridReqToTokenPool)
         self._table, self._pool = engine.req_to_token, engine.req_to_token.mamba_pool
         self._pool.register_layer_transfer_counter(link.counter)
-        # States are kept where a page ends and the model's kernels can return one.
+        # The distance of tokens at which states are stored: ends of pages at which the model's kernels can return a
+        # state.
         self._step = math.lcm(engine.tree.page_size, engine.config.mamba_chunk_tokens)
         self._evicted = engine.metrics.counter(
             "evict.states", "recurrent states evicted from the device before their pages"
@@ -68,32 +69,32 @@ class RecurrentState(CacheComponent):
         return _STATES_PER_REQUEST
 
     def needed_to_join(self, admission: Admission, num_own: int) -> int:
-        """A request keeps its states."""
+        """Return 0, because a request keeps its states."""
         return 0
 
     def size_ahead(self, num_slots: int, num_requests: int) -> int:
-        """Each may give one to the tree, or keep one."""
+        """Return one state per request, which it may donate or keep."""
         return num_requests
 
     def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
         return OutOfStates(needed - self.available(), self.available(), in_flight)
 
     def prepare_forward(self, lease: Lease, admission: Admission) -> None:
-        """Copy the state that the prefix left on the device to the request's own."""
+        """Copy the state of the prefix on the device to the running state of the request."""
         if admission.to_load.get(MAMBA) or lease.node.is_root:
             return
         with self._copying():
             self._pool.copy_from(self.resident.value(lease.node.rows[-1:]), _running(lease))
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Load to the request's own state, which no other request can use while it advances."""
+        """Load into the request's running state, which no other request uses."""
         lease.state_load = load
         return _running(lease)
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """Before `end`: at the last point below the prompt's end, where the cached prefix branched off another prompt,
-        at the request's branch points, and at 1, 2, 4, ... times `mamba_prefill_interval`: a second prompt that shares
-        a prefix hits at least half of it."""
+        """Return the next of these positions before `end`: the last page boundary of the prompt, the position at which
+        its cached prefix branches, its branch points, and 1, 2, 4, ... times `mamba_prefill_interval`. So a second
+        prompt hits at least half of a shared prefix."""
         step, interval = self._step, self.config.mamba_prefill_interval
         points = [lease.prompt_len - 1, lease.branching_len, *lease.request.branch_points]
         if interval:
@@ -102,7 +103,8 @@ class RecurrentState(CacheComponent):
         return min((stop for stop in stops if start < stop < end), default=end)
 
     def commit_points(self, lease: Lease, num_tokens: int) -> list[int]:
-        """After the checkpoint, and at the end, which is exact for the running state, where a page ends there."""
+        """Return the length of the checkpoint, and the present length if a page ends there: the running state belongs
+        to exactly that length."""
         points = [num_tokens] if not num_tokens % self.tree.page_size else []
         if lease.mamba_checkpoint_idx is not None and lease.checkpoint_len <= num_tokens:
             points = [lease.checkpoint_len, *points]
@@ -122,8 +124,9 @@ class RecurrentState(CacheComponent):
         return copy
 
     def track(self, leases: Sequence[Lease], make_available: Callable[[int], bool]) -> int:
-        """Make checkpoints of the running states of requests at a multiple of `mamba_track_interval`; the requests go
-        on in copies. Returns the number of requests for which no state could be made available."""
+        """Make checkpoints of running states at multiples of `mamba_track_interval`: the running state becomes the
+        checkpoint, and the request continues with a copy. Returns the number of requests for which no state was
+        available."""
         due, ready = [lease for lease in leases if not lease.length % self.config.mamba_track_interval], list[Lease]()
         for lease in due:
             if lease.mamba_checkpoint_idx is None:
@@ -141,7 +144,7 @@ class RecurrentState(CacheComponent):
         return len(due) - len(ready)
 
     def release(self, lease: Lease) -> None:
-        """Free the lease's states; where a load may still write to one, when that has ended."""
+        """Free the lease's states. If a load may still write to one, it is freed when the load has ended."""
         states, load = lease.take_states(), lease.state_load
         if load is not None and not load.done():
             load.orphan_states.setdefault(MAMBA, []).extend(states)
@@ -153,7 +156,7 @@ class RecurrentState(CacheComponent):
         of_leases = [state for lease in leases for state in (lease.mamba_pool_idx, lease.mamba_checkpoint_idx)]
         owned = [state.reshape(1) for state in of_leases if state is not None]
         owned += [state for load in loads for state in load.orphan_states.get(MAMBA, ())]
-        owned += [state for value in self.leaving.values() for state in value.split(1)]
+        owned += [state for value in self.evicting.values() for state in value.split(1)]
         return account_violations("states", (self.available(), len(held), len(owned)), self._pool.size, [held, *owned])
 
     @staticmethod
@@ -161,11 +164,11 @@ class RecurrentState(CacheComponent):
         return lease.mamba_checkpoint_idx is not None and lease.checkpoint_len == length
 
     def _copying(self, *leases: Lease) -> AbstractContextManager[None]:
-        """For copies on the device, which wait for the loads of the states of `leases` only."""
+        """Return a context for copies on the device, which wait only for the loads of the states of `leases`."""
         return self.counter.consuming({load_id for lease in leases for load_id in lease.load_ids_of(MAMBA)})
 
 
 def _running(lease: Lease) -> torch.Tensor:
-    """The state `[1]` that the forward advances."""
+    """Return the running state `[1]`, which the forward pass advances."""
     assert lease.mamba_pool_idx is not None
     return lease.mamba_pool_idx.reshape(1)

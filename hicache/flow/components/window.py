@@ -27,7 +27,7 @@ from hicache.tiers import FULL, SWA
 
 
 class SlidingWindow(CacheComponent):
-    """Of models with window layers."""
+    """The component of models with window layers."""
 
     tree_component: SwaComponent
 
@@ -50,7 +50,8 @@ class SlidingWindow(CacheComponent):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens for which one request may get slots at a time, in addition to the window of its prefix."""
+        """Return the most tokens for which one request may get slots at a time, in addition to the window of its
+        prefix."""
         return self.capacity - self.tree_component.window - self.page_size
 
     @property
@@ -62,7 +63,7 @@ class SlidingWindow(CacheComponent):
         return self.capacity - self.available()
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
-        """The window slots of full slots."""
+        """Return the window slots of full slots."""
         return self._allocator.translate_loc_from_full_to_swa(value)
 
     def available(self) -> int:
@@ -71,15 +72,15 @@ class SlidingWindow(CacheComponent):
     def free(self, value: torch.Tensor) -> None:
         self._allocator.free_swa(value)
 
-    def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """Full slots that stay may get other windows at once."""
+    def take_evicted(self, value: torch.Tensor) -> torch.Tensor:
+        """Unmap the windows, so that full slots that stay on the device may get new windows at once."""
         return self._allocator.unmap(value)
 
-    def free_left(self, ids: torch.Tensor) -> None:
+    def free_evicted(self, ids: torch.Tensor) -> None:
         self._allocator.free_unmapped(ids)
 
     def adopt(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
-        """Map the window slots of full slots `from_slots` to `to_slots` instead."""
+        """Move the window slots of the full slots `from_slots` to the full slots `to_slots`."""
         self._allocator.move_window(from_slots, to_slots)
 
     def count_eviction(self, rows: Rows) -> None:
@@ -94,7 +95,7 @@ class SlidingWindow(CacheComponent):
             raise PromptTooLong(len(request.tokens), self.max_tokens, setting)
 
     def needed(self, admission: Admission) -> int:
-        """A window slot for each token to be computed, and for each of the last window that the device lacks."""
+        """Return one window slot per token to compute, and one per token of the last window that the device lacks."""
         return admission.num_own + len(admission.to_load.get(SWA, ())) * self.page_size
 
     def take(self, slots: torch.Tensor) -> None:
@@ -119,20 +120,21 @@ class SlidingWindow(CacheComponent):
         return value
 
     def fail_load(self, load: Load) -> None:
-        """Windows of pages whose full slots stay; the others leave with those."""
+        """Remove the windows of pages whose full slots stay on the device. Other windows are removed with their full
+        slots."""
         if SWA not in load.brings:
             return
         rows = self.resident.held(load.brings[SWA])
         rows = rows[~np.isin(rows, load.brings.get(FULL, NO_ROWS))]
-        if len(rows):  # a load that fails with another may still write to the window slots: only its end frees them
+        if len(rows):  # another load failed first; this one may still write to the window slots
             load.wait()
             self.free(self.tree.detach(rows, SWA).value)
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        """Window slots are held by nodes, are mapped to full slots of leases, or leave."""
+        """Check that each window slot is in a node, mapped to a full slot of a lease, or being evicted."""
         slots = self.tree.values(SWA)
-        held = self.device_ids(slots) if len(slots) else slots  # before the first page they are of no device
+        held = self.device_ids(slots) if len(slots) else slots  # without slots, the tensor has no device yet
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
-        owned = [slots[slots > 0] for slots in owned] + [*self.leaving.values()]
+        owned = [slots[slots > 0] for slots in owned] + [*self.evicting.values()]
         sums = (self.available(), len(held), sum(map(len, owned)))
         return account_violations("window slots", sums, self.capacity, [held, *owned])

@@ -237,11 +237,11 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         if any(target.nbytes not in (pool.pages.page_bytes, 0) for target in targets):
             raise ValueError(f"a target does not take pages of {pool.pages.page_bytes} bytes")
 
-        def landed(i: int, page: PageBuffer) -> None:
+        def received(i: int, page: PageBuffer) -> None:
             if targets[i].nbytes:
                 targets[i].copy_(torch.from_numpy(page).view(targets[i].dtype).view(targets[i].shape))
 
-        found = self._read(pool, keys, landed)
+        found = self._read(pool, keys, received)
         return [target if ok else None for target, ok in zip(targets, found, strict=True)]
 
     def _load(self, name: str, keys: list[str], slots: torch.Tensor | None) -> list[bool]:
@@ -249,20 +249,20 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         locations = _locations(pool, keys, slots)
         return self._read(pool, keys, lambda i, page: pool.pages.scatter(locations[i], page))
 
-    def _read(self, pool: Pool, keys: list[str], landed: Callable[[int, PageBuffer], None]) -> list[bool]:
+    def _read(self, pool: Pool, keys: list[str], received: Callable[[int, PageBuffer], None]) -> list[bool]:
         """Read pages; returns for each whether it was read. The wait for each page of the KV pool is limited to the
         time that computing all of them would take."""
         gate, clock = self.gate, pool.server.tier.clock
         assert gate is not None
         begin_s = progress_s = clock()
 
-        def land(i: int, page: PageBuffer) -> None:
+        def receive(i: int, page: PageBuffer) -> None:
             nonlocal progress_s
-            landed(i, page)
+            received(i, page)
             progress_s = clock()
 
         wait_s = gate.wait_s(len(keys)) if pool is self._pools.get(_KV) else math.inf
-        num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, land, wait_s)
+        num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, receive, wait_s)
         if num_read < len(keys) and clock() - progress_s > wait_s:
             gate.abandon_read()
         gate.read(keys, num_read, pool.pages.page_bytes, clock() - begin_s)

@@ -138,7 +138,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         self._computing = set[bytes]()  # hashes of the blocks that the step completes
         self._hashes_of = dict[OffloadKey, tuple[bytes, ...]]()  # of the blocks of a chunk, if it has several
         self._num_noted = dict[str, list[int]]()  # chunks of each request, by group, that were noted
-        self._unwanted = set[OffloadKey]()  # chunks behind the `max_offload_tokens` of their request
+        self._excluded = set[OffloadKey]()  # chunks behind the `max_offload_tokens` of their request
         self._offered = set[OffloadKey]()  # chunks below the watermark that the CPU tier has, or is storing
         self._arrived = dict[OffloadKey, str]()  # chunks with a finished transfer, and its request
         self._store_jobs = set[int]()  # jobs of chunks that the GPU evicts
@@ -313,7 +313,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
     def _note_lost(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks that the GPU evicts without a store."""
         self.num_lost += len(keys)
-        self._policy.fates.note(names_of(keys), MissReason.NO_ROWS)
+        self._policy.miss_reasons.note(names_of(keys), MissReason.NO_ROWS)
 
     def _job_of(self, context: ReqContext, chunks: dict[OffloadKey, _Chunk], rows: Any) -> dict[int, TransferJob]:
         """Register the job of a store. Blocks of the chunks that a later step takes are not written before the copy has
@@ -359,7 +359,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         group = self._groups.get(get_offload_group_idx(block_hash))
         if group is None or num_tokens is None:
             return False
-        if block_hash in self._unwanted or block_hash in self._policy.copies.ended:
+        if block_hash in self._excluded or block_hash in self._policy.copies.ended:
             return False
         return num_tokens % self.config.kv_group_configs[group].tokens_per_chunk == 0
 
@@ -399,7 +399,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
                     ends = range(end - config.hashes_per_chunk + step, end + 1, step)
                     self._hashes_of[key] = tuple(status.req.block_hashes[at - 1] + suffix for at in ends)
                     if (n + 1) * config.tokens_per_chunk > max_tokens:
-                        self._unwanted.add(key)
+                        self._excluded.add(key)
                 noted[i] = len(state.offload_keys)
         if len(self._hashes_of) > 4 * self._pool.num_gpu_blocks:
             self._hashes_of = {
@@ -407,4 +407,4 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
                 for key, hashes in self._hashes_of.items()
                 if key in self._step.evicted or self._is_on_gpu(key)
             }
-            self._unwanted &= self._hashes_of.keys()
+            self._excluded &= self._hashes_of.keys()

@@ -25,7 +25,7 @@ from hicache.metrics import Metrics
 # long prompts. The time of many steps together would not show the positions of their tokens.
 _PASS_TOKENS = 2048
 # A working disk completes a part of a load, some chunks of a few MB, within a tenth of this even at 0.3 GB/s.
-_SILENT_S = 1.0
+_STALL_S = 1.0
 # A lower bound of practical prefill speeds. It limits waits for rows if the speed is unknown or loads are always
 # chosen.
 _MIN_TOKENS_PER_S = 1000.0
@@ -281,7 +281,7 @@ class LoadGate(ServerLoadPolicy):
         """Whether to abandon the rest of a load, tokens [start, end), and compute it because the disk is stalled.
         `progress_s`: when this load or one before it last made progress, or when this load was submitted."""
         candidate = self._candidates.get(request)
-        if not self._is_silent(progress_s, start, end, candidate.num_delayed if candidate else 0):
+        if not self._is_stalled(progress_s, start, end, candidate.num_delayed if candidate else 0):
             return False
         self.abandon()
         return True
@@ -323,7 +323,7 @@ class LoadGate(ServerLoadPolicy):
     def _estimate(self, part: _Part, chunk_bytes: int, queued: Queue, num_delayed: int) -> LoadEstimate:
         num_bytes = queued.num_bytes + self._accepted_bytes + part.num_chunks * chunk_bytes
         load_s = self.cost.read_s(num_bytes, math.ceil(num_bytes / self._job_bytes))
-        if queued.progress_s is not None and self._is_silent(queued.progress_s, part.start, part.end, num_delayed):
+        if queued.progress_s is not None and self._is_stalled(queued.progress_s, part.start, part.end, num_delayed):
             load_s = math.inf
         return self.compare(load_s, part.start, part.end, num_delayed)
 
@@ -337,9 +337,11 @@ class LoadGate(ServerLoadPolicy):
             candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, num_delayed))
         return self._clock() < candidate.waits_until_s
 
-    def _is_silent(self, progress_s: float, start: int, end: int, num_delayed: int) -> bool:
+    def _is_stalled(self, progress_s: float, start: int, end: int, num_delayed: int) -> bool:
         """Whether the disk has made no progress for so long that the load must be considered stalled: for longer than
         computing would cost all requests, and for longer than a working disk ever needs. With a shorter limit, all
         requests that wait during one stall would compute at once."""
-        silent_s = self._clock() - progress_s
-        return silent_s > _SILENT_S and not self.compare_wait(silent_s, start, end, num_delayed).is_worth_loading()
+        no_progress_s = self._clock() - progress_s
+        if no_progress_s <= _STALL_S:
+            return False
+        return not self.compare_wait(no_progress_s, start, end, num_delayed).is_worth_loading()

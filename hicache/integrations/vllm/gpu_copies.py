@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
 from hicache.integrations.vllm.hints import Hints
 from hicache.integrations.vllm.promotions import Promotions
-from hicache.pages.misses import Fates
+from hicache.pages.misses import MissReasons
 
 
 class GpuCopies:
@@ -78,12 +78,13 @@ class GpuCopies:
 
 @runtime_checkable
 class EvictsGpuCopies(Protocol):
-    """A policy of hicache's, as the tier and the connector use it. `cache_capacity`: rows in all. `fates`: of chunks
-    that the CPU tier lacks. `evicted_ages_s`: seconds since the last use of evicted chunks; the manager takes them."""
+    """A policy of hicache's, as the tier and the connector use it. `cache_capacity`: rows in all. `miss_reasons`: of
+    chunks that the CPU tier lacks. `evicted_ages_s`: seconds since the last use of evicted chunks; the manager takes
+    them."""
 
     cache_capacity: int
     copies: GpuCopies
-    fates: Fates
+    miss_reasons: MissReasons
     evicted_ages_s: list[float]
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:

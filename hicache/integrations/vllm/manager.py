@@ -31,7 +31,7 @@ from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks
 from hicache.integrations.vllm.hints import Continuations, by_group, chunks_in_order, hints_of
 from hicache.metrics import AGE_BOUNDS
-from hicache.pages.misses import MISS_HELP, USABLE, Fates, MissReason, count
+from hicache.pages.misses import MISS_HELP, USABLE, MissReason, MissReasons, count
 from hicache.pages.table import names_of
 
 _REMEMBERED_CHUNKS = 1 << 16  # at least, for the chunks that follow them
@@ -51,9 +51,9 @@ def miss_metrics() -> dict[str, OffloadingMetricMetadata]:
 
 @runtime_checkable
 class ExplainsMisses(Protocol):
-    """hicache's tier, as the manager uses it. `fates`: of chunks whose stores or loads failed."""
+    """hicache's tier, as the manager uses it. `miss_reasons`: of chunks whose stores or loads failed."""
 
-    fates: Fates
+    miss_reasons: MissReasons
 
     def miss_reason(self, chunk: OffloadKey, req_context: ReqContext) -> MissReason | None:
         """Why a chunk that the tier may hold was not loaded for a request that is scheduled; None if the tier does not
@@ -62,7 +62,7 @@ class ExplainsMisses(Protocol):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Queried:
     """The state of a request, in its `ReqContext`. `first`: the chunk that was looked up first in the last step with
     look-ups; the GPU has the chunks before it. `loaded_end`: end of the chunks that are loaded, in tokens."""
 
@@ -120,13 +120,13 @@ class HiCacheManager(TieringOffloadingManager):
         output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
         if output is None:
             lacking = [key for key in offered if self._policy.get(key) is None]
-            self._policy.fates.note(names_of(lacking), MissReason.NO_ROWS)
+            self._policy.miss_reasons.note(names_of(lacking), MissReason.NO_ROWS)
         return output
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         super().complete_store(keys, req_context, success)
         if not success:
-            self._policy.fates.note(names_of(list(keys)), MissReason.FAILED)
+            self._policy.miss_reasons.note(names_of(list(keys)), MissReason.FAILED)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         super().on_schedule_end(context)
@@ -179,9 +179,9 @@ class HiCacheManager(TieringOffloadingManager):
         if not chunks:
             return
         names, tiers = names_of(chunks), [tier for tier in self.secondary_tiers if isinstance(tier, ExplainsMisses)]
-        reasons = self._policy.fates.reasons(names)
+        reasons = self._policy.miss_reasons.reasons(names)
         for tier in tiers:
-            of_tier = tier.fates.reasons(names)
+            of_tier = tier.miss_reasons.reasons(names)
             reasons = np.where(of_tier == MissReason.NEVER_STORED, reasons, of_tier)
         for i, key in enumerate(chunks):
             chunk = self._policy.get(key)
@@ -193,9 +193,9 @@ class HiCacheManager(TieringOffloadingManager):
         self._missed.update({reason: num * chunk_tokens for reason, num in count(reasons).items()})
 
 
-def _asked(req_context: ReqContext) -> _Asked:
-    asked = req_context.get_state(_Asked)
+def _asked(req_context: ReqContext) -> _Queried:
+    asked = req_context.get_state(_Queried)
     if asked is None:
-        asked = _Asked()
+        asked = _Queried()
         req_context.set_state(asked)
     return asked

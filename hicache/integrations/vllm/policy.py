@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 from hicache.integrations.vllm.gpu_copies import GpuCopies
 from hicache.integrations.vllm.hints import Hints
 from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
-from hicache.pages.misses import Fates, MissReason
+from hicache.pages.misses import MissReason, MissReasons
 from hicache.pages.order import KEPT_SHARE, EvictionOrder, rank_policy
 from hicache.pages.table import NO_ROWS, PageTable, Rows, names_of
 
@@ -101,7 +101,7 @@ class HiCachePolicy(CachePolicy):
         self._new_order()
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
-        self.fates = Fates()
+        self.miss_reasons = MissReasons()
         self.evicted_ages_s = list[float]()
         self.clock = time.monotonic
         self._tick = 0
@@ -183,7 +183,7 @@ class HiCachePolicy(CachePolicy):
         for key, chunk in zip(keys, chunks, strict=True):
             self.copies.clear_flag(key)
             self.evicted_ages_s.append(now_s - chunk.used_s)
-        self.fates.note(names_of(keys), MissReason.EVICTED)
+        self.miss_reasons.note(names_of(keys), MissReason.EVICTED)
         self._num_evictable -= n
         self._remove_rows(taken)
         return [(key, chunk.status) for key, chunk in zip(keys, chunks, strict=True)]
@@ -390,7 +390,7 @@ class ARCPolicy(ARCCachePolicy):
         super().__init__(cache_capacity)
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
-        self.fates = Fates()
+        self.miss_reasons = MissReasons()
         self.evicted_ages_s = list[float]()  # vLLM's `arc` knows no times
         self._has_warned = False
 
@@ -414,7 +414,7 @@ class ARCPolicy(ARCCachePolicy):
             return None
         for key, _ in evicted:
             self.copies.clear_flag(key)
-        self.fates.note(names_of([key for key, _ in evicted]), MissReason.EVICTED)
+        self.miss_reasons.note(names_of([key for key, _ in evicted]), MissReason.EVICTED)
         for key in copies:
             chunk = self.get(key)
             assert chunk is not None

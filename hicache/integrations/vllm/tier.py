@@ -53,7 +53,7 @@ from hicache.integrations.vllm.shared_memory import descriptor_of, name_of
 from hicache.integrations.vllm.tier_events import TierEvents
 from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
 from hicache.metrics import Metrics
-from hicache.pages.misses import Fates, MissReason
+from hicache.pages.misses import MissReason, MissReasons
 from hicache.pages.table import names_of
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.health import LIMITS
@@ -155,7 +155,7 @@ class HiCacheTier(SecondaryTierManager):
             [page_format(offloading_spec.config.model.dtype, row_bytes, is_packed=self._packing is not None)],
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,
-            tells_removed=has_events,
+            reports_removed=has_events,
         )
         self._disk = self._server.tier
         self._disk.share(self._descriptor, rows.reshape(-1))
@@ -171,7 +171,7 @@ class HiCacheTier(SecondaryTierManager):
         tokens, cpu_rows = chunk_tokens(offloading_spec.config), CpuRows(offloading_spec)
         self._admission = Admission(self.gate, self._lookups, cpu_rows, self._queue, tokens, row_bytes)
         self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
-        self.fates = Fates()  # of chunks whose stores or loads failed
+        self.miss_reasons = MissReasons()  # of chunks whose stores or loads failed
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._results: list[JobResult] = []
@@ -232,7 +232,7 @@ class HiCacheTier(SecondaryTierManager):
             self._waiting_bytes += store.num_bytes
             return
         self.dropped_jobs.value += 1
-        self.fates.note(names_of(chunks), MissReason.FAILED)
+        self.miss_reasons.note(names_of(chunks), MissReason.FAILED)
         if not fits:
             log.debug("store job %d dropped: %d bytes wait for the disk", job_metadata.job_id, self._waiting_bytes)
         self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
@@ -327,7 +327,7 @@ class HiCacheTier(SecondaryTierManager):
                 load.cancelled.set()
                 abandoned = True
         if abandoned:
-            self._disk.reads.tell_cancelled()
+            self._disk.reads.notify_cancelled()
 
     def _pages(self, job: TransferJob) -> PageRows:
         assert self._rows is not None, "the tier is shut down"
@@ -393,7 +393,7 @@ class HiCacheTier(SecondaryTierManager):
         read = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if ok]
         failed = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if not ok]
         self._lookups.mark(failed, held=False)
-        self.fates.note(names_of(failed), MissReason.FAILED)
+        self.miss_reasons.note(names_of(failed), MissReason.FAILED)
         self._results.append(
             JobResult(
                 job_id,
@@ -409,8 +409,8 @@ class HiCacheTier(SecondaryTierManager):
         self._waiting_bytes -= store.num_bytes
         written = [chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok]
         self._lookups.mark(written, held=True)
-        self.fates.note(names_of(written), MissReason.NEVER_STORED)
-        self.fates.note(names_of([*{*store.chunks} - {*written}]), MissReason.FAILED)
+        self.miss_reasons.note(names_of(written), MissReason.NEVER_STORED)
+        self.miss_reasons.note(names_of([*{*store.chunks} - {*written}]), MissReason.FAILED)
         deadline = store.context.get_state(_Deadline)
         if deadline is not None:
             self._disk.keep_until(self._server.keys(written), deadline.until_s)

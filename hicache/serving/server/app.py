@@ -96,17 +96,17 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     _add_errors(app)
     model = frontend.model
     answers = JsonAnswers(model.tokenizer, model.vocab_size, model.eos_ids)
-    desk, texts = _Desk(frontend, Uploads(settings.max_body_bytes), workers), TokenTexts(model.tokenizer)
-    _add_generation(app, frontend, desk, texts, answers)
-    _add_tokens(app, frontend, desk, texts)
-    _add_reset(app, frontend, desk)
+    reader, texts = _RequestReader(frontend, Uploads(settings.max_body_bytes), workers), TokenTexts(model.tokenizer)
+    _add_generation(app, frontend, reader, texts, answers)
+    _add_tokens(app, frontend, reader, texts)
+    _add_reset(app, frontend, reader)
     _add_status(app, frontend)
     _add_dashboard(app, frontend.metrics)
     _describe_bodies(app)
     return RequestLog(Gate(app, settings.api_keys, settings.max_body_bytes), frontend.metrics)
 
 
-class _Desk:
+class _RequestReader:
     """Receives and parses the bodies of requests."""
 
     def __init__(self, frontend: Frontend, uploads: Uploads, workers: PromptWorkers) -> None:
@@ -133,11 +133,11 @@ class _Desk:
 
 
 def _add_generation(
-    app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts, json_answers: JsonAnswers
+    app: FastAPI, frontend: Frontend, reader: _RequestReader, texts: TokenTexts, json_answers: JsonAnswers
 ) -> None:
     async def answer(kind: str, prefix: str, request: Request) -> Response:
         frontend.require_capacity(1)
-        prepared = await desk.prepared(kind, request)
+        prepared = await reader.prepared(kind, request)
         body = prepared.body
         assert isinstance(body, GenerationBody)
         reply = Reply(body, f"{prefix}-{uuid.uuid4().hex}", body.model or frontend.model.names[0], texts)
@@ -153,11 +153,11 @@ def _add_generation(
         return await answer("chat", "chatcmpl", request)
 
 
-def _add_tokens(app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts) -> None:
+def _add_tokens(app: FastAPI, frontend: Frontend, reader: _RequestReader, texts: TokenTexts) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         frontend.require_serving()
-        prepared = await desk.prepared("tokenize", request)
+        prepared = await reader.prepared("tokenize", request)
         tokens, body = prepared.prompts[0].tokens.tolist(), prepared.body
         assert isinstance(body, TokenizeBody)
         strings = [texts[token] for token in tokens] if body.root.return_token_strs else None
@@ -167,16 +167,16 @@ def _add_tokens(app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         frontend.require_serving()
-        return JSONResponse({"prompt": (await desk.prepared("detokenize", request)).prompts[0].text})
+        return JSONResponse({"prompt": (await reader.prepared("detokenize", request)).prompts[0].text})
 
 
-def _add_reset(app: FastAPI, frontend: Frontend, desk: _Desk) -> None:
+def _add_reset(app: FastAPI, frontend: Frontend, reader: _RequestReader) -> None:
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> dict[str, bool]:
         if request.query_params:
             raise invalid('parameters are in the body here, like {"tiers": ["device", "host"]}')
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-        body = (await desk.prepared("reset", request)).body if has_body else ResetBody()
+        body = (await reader.prepared("reset", request)).body if has_body else ResetBody()
         assert isinstance(body, ResetBody)
         return {"success": await frontend.reset(body.tiers or get_args(MemoryTier))}
 

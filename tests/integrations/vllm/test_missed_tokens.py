@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 
 from hicache.integrations.vllm import HiCacheOffloadingSpec
 from hicache.integrations.vllm.manager import EVICTED_AGE, MISSED_TOKENS, miss_metrics
-from hicache.pages.misses import USABLE, Fates, MissReason, count
+from hicache.pages.misses import USABLE, MissReason, MissReasons, count
 from hicache.pages.table import names_of
 from vllm_prompts_case import (
     BLOCK_TOKENS,
@@ -121,14 +121,14 @@ def test_pages_behind_a_gap_count_with_the_page_before_them() -> None:
     """A name that replaces another one in the table is not taken for it."""
     reasons = np.array([USABLE, USABLE, 1, USABLE, 0, USABLE, 2], np.int8)
     assert count(reasons) == {MissReason.NEVER_STORED: 2, MissReason.EVICTED: 2, MissReason.GATE: 1}
-    fates, keys = Fates(16), [n.to_bytes(8, "big") for n in range(40)]
-    fates.note(names_of(keys[:16]), MissReason.EVICTED)
-    fates.note(names_of(keys[16:20]), MissReason.FAILED)
+    miss_reasons, keys = MissReasons(16), [n.to_bytes(8, "big") for n in range(40)]
+    miss_reasons.note(names_of(keys[:16]), MissReason.EVICTED)
+    miss_reasons.note(names_of(keys[16:20]), MissReason.FAILED)
     expected = [0] * 4 + [1] * 12 + [4] * 4 + [0] * 20
-    assert fates.reasons(names_of(keys)).tolist() == expected
-    fates.note(names_of(keys[16:18]), MissReason.NEVER_STORED)
-    assert fates.reasons(names_of(keys[16:20])).tolist() == [0, 0, 4, 4]
-    assert not len(fates.reasons(names_of([])))
+    assert miss_reasons.reasons(names_of(keys)).tolist() == expected
+    miss_reasons.note(names_of(keys[16:18]), MissReason.NEVER_STORED)
+    assert miss_reasons.reasons(names_of(keys[16:20])).tolist() == [0, 0, 4, 4]
+    assert not len(miss_reasons.reasons(names_of([])))
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

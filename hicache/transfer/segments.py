@@ -1,10 +1,10 @@
 """The host locations of the pages of a copy, and the mover between staging and slots.
 
-In a pool with packed pages, a page that fits is packed in one place (one host page). A page that does not fit is raw in
-two places:
+In a pool with packed pages, a page that fits is one host page (one segment). A page that does not fit is raw, in two
+segments:
 
-    first place    bytes [0, place_bytes) of the raw page
-    second place   the other bytes
+    first segment    bytes [0, pool_page_bytes) of the raw page
+    second segment   the other bytes
 
 Raw pages are copied by layers, like packed ones, so a forward waits only for its own layer.
 """
@@ -24,7 +24,7 @@ from hicache.kernels.page_copy import PageMover
 Ids = npt.NDArray[np.int64]
 
 
-class Place(NamedTuple):
+class PageSegment(NamedTuple):
     """Host pages `ids`, each of which starts with the bytes [start, end) of one page of a copy."""
 
     ids: Ids
@@ -32,22 +32,22 @@ class Place(NamedTuple):
     end: int
 
     def within(self, begin: int, stop: int) -> tuple[int, int]:
-        """Return the intersection of bytes [begin, stop) of a page with this place, half-open and possibly empty."""
+        """Return the intersection of bytes [begin, stop) of a page with this segment, half-open and possibly empty."""
         first = max(begin, self.start)
         return first, max(first, min(stop, self.end))
 
 
 class PageCopy(NamedTuple):
-    """A copy of pages that share a mover, between `places` on the host and `slots`, int64 `[pages * page_tokens]`."""
+    """A copy of pages that share a mover, between `segments` on the host and `slots`, int64 `[pages * page_tokens]`."""
 
     mover: PageMover | PagePacker
-    places: tuple[Place, ...]
+    segments: tuple[PageSegment, ...]
     slots: torch.Tensor
     num_pages: int
     num_bytes: int
 
 
-class PagePlaces:
+class PageCopies:
     """Creates the copies of one pool. `packer` packs its pages; if it is None, all pages are unpacked and have one host
     page each."""
 
@@ -56,10 +56,10 @@ class PagePlaces:
         self._raw = mover
         self.mover = packer or mover
         self.movers = (mover,) if packer is None else (packer, mover)
-        place_bytes, page_bytes = self.mover.ends[-1], mover.ends[-1]
-        if not place_bytes <= page_bytes <= 2 * place_bytes:
+        pool_page_bytes, page_bytes = self.mover.ends[-1], mover.ends[-1]
+        if not pool_page_bytes <= page_bytes <= 2 * pool_page_bytes:
             raise ConfigError(
-                f"two packed pages of {place_bytes} bytes are no place for a raw one of {page_bytes}; "
+                f"two packed pages of {pool_page_bytes} bytes are too small for a raw page of {page_bytes}; "
                 "set kv_packing=off"
             )
 
@@ -76,12 +76,12 @@ class PagePlaces:
 
     def to_store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None) -> PageCopy:
         """The copy of pages that are all packed, or, with `rest`, all raw."""
-        mover, place_bytes = self.mover if rest is None else self._raw, self.mover.ends[-1]
+        mover, pool_page_bytes = self.mover if rest is None else self._raw, self.mover.ends[-1]
         page_bytes = mover.ends[-1]
-        places: tuple[Place, ...] = (Place(pages.numpy(), 0, place_bytes),)
+        segments: tuple[PageSegment, ...] = (PageSegment(pages.numpy(), 0, pool_page_bytes),)
         if rest is not None:
-            places = (*places, Place(rest.numpy(), place_bytes, page_bytes))
-        return PageCopy(mover, places, slots, len(pages), len(pages) * page_bytes)
+            segments = (*segments, PageSegment(rest.numpy(), pool_page_bytes, page_bytes))
+        return PageCopy(mover, segments, slots, len(pages), len(pages) * page_bytes)
 
 
 def gather(
