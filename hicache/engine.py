@@ -393,7 +393,7 @@ class CacheEngine:
 
     @running
     def join(self, lease: Lease, num_tokens: int) -> Hit:
-        """Load the pages that an overlapped prefetch has read behind the first `num_tokens` of the prompt, which are
+        """Load the pages that an overlapped prefetch has read after the first `num_tokens` of the prompt, which are
         computed and committed. Call it before each pass over the prompt.
 
         Returns the tokens behind `num_tokens` that need no computing any more, by tier: none if no such page has

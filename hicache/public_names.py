@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 
 def on_first_use(package: str, namespace: dict[str, object]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package`, whose globals are `namespace`. `__all__` is what its stub lists."""
+    """Return `__getattr__` and `__dir__` of `package`, whose globals are `namespace`. `__all__` has the names of its
+    stub."""
 
     @functools.cache
     def modules() -> dict[str, str]:

@@ -85,8 +85,8 @@ def _store_rows(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """`target[slot] = cast(source[t] / scale)`. `target` holds bytes where FORMAT names an fp8 format; where it is
-    "words", both hold words, which are copied."""
+    """`target[slot] = cast(source[t] / scale)`. If FORMAT is an fp8 format, `target` has bytes. If FORMAT is "words",
+    source and target have words, which are copied."""
     for start in tl.static_range(0, ROW, COLS):
         column = start + tl.arange(0, COLS)
         inside = mask[:, None] & (column < ROW)[None, :]

@@ -1,8 +1,8 @@
 """Copies of stores, and stores with another encryption key. Nothing here needs an engine.
 
 A copy has the slots of a store and no index, like a store whose process was killed: opening it rebuilds the index. So a
-store that a process has open can be copied too. Slots that were written meanwhile do not verify, and are dropped from
-the copy.
+store that a process has open can be copied too. Slots that were written during the copy do not verify, and are dropped
+from the copy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _copy_data(source: Path, target: Path) -> int:
             end = os.lseek(read.fileno(), begin, os.SEEK_HOLE)
             while begin < end:
                 data = os.pread(read.fileno(), min(_CHUNK_BYTES, end - begin), begin)
-                if not data:  # the store has cut the file meanwhile
+                if not data:  # the store has truncated the file
                     return length
                 begin += os.pwrite(written.fileno(), data, begin)
     return length

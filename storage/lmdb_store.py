@@ -69,8 +69,8 @@ class _PendingRead(NamedTuple):
 class LmdbPageStore:
     """A `PageStore` in one directory; `PageStore` describes the methods, their threads and the order of keys.
 
-    `identity` names, in readable fields, everything that decides what a page means. Opening a store with another
-    identity raises.
+    `identity`: readable fields that determine the content of a page, for example model, dtype and layout. Opening a
+    store with another identity raises.
     `formats`: the page sizes, which are part of the identity, each with the filter that reorders pages of this size
     for compression. All sizes share the budget and one use order.
     `durability`: with "commit" pages are on disk before `put` returns. With "relaxed" a power failure may lose the
@@ -288,8 +288,8 @@ class LmdbPageStore:
         return (isinstance(value, bytes) and self._codecs.verify_stored(key, value)) or value
 
     def faults(self, pages: StoreFiles, progress: Callable[[int], None] = lambda _: None) -> Iterator[Fault]:
-        """Yield every inconsistency; no thread may write meanwhile. Reads every byte, and compares pages, index and
-        slots. `progress` is called with the length of each value. Raises `io_errors`.
+        """Yield all inconsistencies. No thread may write during the call. Reads every byte, and compares pages, index
+        and slots. `progress` is called with the length of each value. Raises `io_errors`.
         """
         entries, held = pages.index.entries(), pages.index.slot_keys()
         for key, entry in entries:
@@ -308,8 +308,8 @@ class LmdbPageStore:
             yield Fault(None, f"counted are {slots.sizes}, and there are {found.sizes}, or slots of others are in use")
 
     def check(self) -> None:
-        """Verify every value, index and counter; no thread may write meanwhile. Raises one `StoreCorrupt` with all
-        violations."""
+        """Verify all values, the index and the counters. No thread may write during the call. Raises one `StoreCorrupt`
+        with all violations."""
         try:
             with self.reading() as pages:
                 found = [str(fault) for fault in self.faults(pages)]

@@ -35,7 +35,7 @@ def identity_with_key(identity: Mapping[str, str | int], cipher: PageCipher | No
 
 
 def decisive(identity: Mapping[str, str | int]) -> dict[str, str | int]:
-    """The fields of an identity that decide what a page means: all but the name of the model."""
+    """Return the fields of an identity that determine the content of pages: all but the name of the model."""
     return {name: value for name, value in identity.items() if name != NAME_FIELD}
 
 

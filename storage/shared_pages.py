@@ -82,7 +82,7 @@ class SharedPages(ABC):
         yield
 
     def fault(self, page: SharedPage) -> str:
-        """Read and verify a page; "" if it is sound, or gone meanwhile."""
+        """Read and verify a page. Returns the fault, or "" if the page is valid or was removed during the call."""
         found = self._value(page)
         if found is None or isinstance(found, str):
             return found or ""
@@ -154,7 +154,7 @@ class DirPages(SharedPages):
 
     @contextlib.contextmanager
     def pruning(self) -> Iterator[None]:
-        """Also remove what killed writers left: unpublished files and leases older than a day."""
+        """Also remove unpublished files and leases of killed writers that are older than a day."""
         file = self._folder / _LOCK_FILE
         try:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

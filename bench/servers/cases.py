@@ -114,7 +114,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _add_control(report: Report, name: str, runs: Sequence[Run]) -> None:
-    """The slowest run of a mode over its fastest: what a difference between modes must exceed."""
+    """Add the slowest run of a mode over its fastest. Smaller differences between modes are noise."""
     ordered = sorted(runs, key=lambda run: run.makespan_s)
     differing = ordered[-1].differing_share(ordered[0])
     note = f"the same mode twice; {differing:.3f} of the answers differ"

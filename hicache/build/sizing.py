@@ -189,8 +189,8 @@ def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states:
 
 
 def _rows_of(geometry: ModelGeometry) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int]]:
-    """For layers that keep all tokens, then for window layers: elements of a token in each buffer of a layer, and the
-    number of layers. If every layer has a window, the first layer keeps all tokens."""
+    """Return, first for layers that keep all tokens and then for window layers, the elements of a token in each buffer
+    of a layer, and the number of layers. If every layer has a window, the first layer keeps all tokens."""
     full, window = ((at.head_num * at.head_dim, at.head_num * at.v_head_dim)
                     for at in (geometry.full_heads, geometry.window_heads))  # fmt: skip
     if not geometry.full_layers:

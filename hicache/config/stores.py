@@ -129,8 +129,8 @@ class RemoteConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStoreConfig:
-    """The remote store behind the store of a machine: the process of that store copies its pages there, and stores the
-    pages that are read from there."""
+    """The remote store of a machine's shared store. The store process copies pages from the disk to it, and writes
+    pages that are read from it to the disk."""
 
     url: Annotated[str, Url("the store, like mooncake://host:50051, s3://bucket/prefix or dir:///mnt/shared/kv")]
     backup: Annotated[

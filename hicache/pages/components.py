@@ -1,5 +1,5 @@
-"""The contract of a tree component (the values that a prefix needs, a lock covers or an eviction takes), and the three
-components of hicache.
+"""The contract of a tree component, and the three components of hicache. A component determines which values a prefix
+needs, which values a lock covers, and which may be evicted.
 
 `first_required` is the rule for the values that a prefix needs, and `last_end` finds the longest usable prefix. The
 tree applies them to tokens on the device, the movements to pages on any tier.
@@ -23,7 +23,7 @@ from hicache.tiers import FULL, MAMBA, SWA, Component
 
 
 class Required(Protocol):
-    """The needs of prefixes, in tokens or pages, see `TreeComponent.first_required`."""
+    """A component whose needs are counted in tokens or pages, see `TreeComponent.first_required`."""
 
     def first_required(self, end: int) -> int: ...
 
@@ -32,10 +32,10 @@ C = TypeVar("C", bound=Required)
 
 
 def last_end(components: Sequence[C], limit: int, floor: int, gap: Callable[[C, int, int], int | None]) -> int:
-    """The longest prefix of at most `limit` that all `components` can use; `floor` where none longer is.
+    """Return the longest prefix of at most `limit` that all `components` can use; `floor` if none is longer.
 
-    `gap(component, start, end)`: where the last piece of [start, end) that cannot be had begins; None where all can be.
-    Linear in what it skips: whatever lacks a piece of [first_required(end), end) lacks it up to where that begins.
+    `gap(component, start, end)`: the start of the last missing piece of [start, end); None if no piece is missing. The
+    time is linear in the skipped pieces: each prefix that needs a missing piece is skipped with it.
     """
     end = limit
     while end > floor:
@@ -53,34 +53,35 @@ class TreeComponent:
     """One component of one tree. Scheduler thread only."""
 
     name: Component
-    # Its value on the device is FULL's slots, and leaves when they leave.
+    # Its values on the device are the slots of FULL, and are evicted with them.
     shares_full_slots = False
-    # A value belongs to the end of a page, and to no other token of it.
+    # A value belongs to the last token of a page only.
     at_node_end = False
-    # A match ends nowhere but at the end of a page that has a value. Else a match may go without one.
+    # True: a match ends only at the end of a page with a value. False: a match may end at pages without one.
     ends_matches = False
 
     def first_required(self, end: int) -> int:
-        """Of a prefix of `end` tokens, tokens [first_required(end), end) are needed: none, where the component is
-        optional. It does not fall as `end` grows."""
+        """Return the first token whose value a prefix of `end` tokens needs; `end` if the component is optional. Never
+        decreases as `end` grows."""
         return end
 
     def required_from(self, node: TreeNode, ahead: int = 0) -> int:
-        """Where the tokens up to `node` begin whose values a prefix uses that ends `ahead` tokens behind it."""
+        """Return the first token up to `node` whose value is needed by a prefix that ends `ahead` tokens after the
+        node."""
         return self.first_required(node.depth_tokens + ahead)
 
     def lock_from(self, node: TreeNode, ahead: int) -> int:
-        """Where the tokens begin that a lock at `node` covers. `ahead`: tokens between `node` and the end of the prefix
-        that the lock is for."""
+        """Return the first token that a lock at `node` covers. `ahead`: tokens between `node` and the end of the locked
+        prefix."""
         return self.required_from(node, ahead)
 
     def unlock_from(self, node: TreeNode, ahead: int) -> int:
-        """Where the tokens begin that a lock at `node` has covered."""
+        """Return the first token that an existing lock at `node` covers."""
         return self.lock_from(node, ahead)
 
 
 class FullComponent(TreeComponent):
-    """Full attention: every token from the root on is needed, so that what is held stays a prefix."""
+    """Full attention: a prefix needs all its tokens, so the device always has complete prefixes."""
 
     name = FULL
 
@@ -99,7 +100,7 @@ class MambaComponent(TreeComponent):
 
 
 class SwaComponent(TreeComponent):
-    """Sliding windows. `window`: tokens that a match must have window state of before its end."""
+    """Sliding windows. `window`: the number of tokens before the end of a match whose window slots it needs."""
 
     name = SWA
     shares_full_slots = True

@@ -17,18 +17,18 @@ from hicache.pages.table import NO_ROWS, Columns, Index, Mask, PageTable, Rows
 from hicache.tiers import own
 
 _NO_SLOTS = torch.empty(0, 1, dtype=torch.int64)
-_MANY = 16  # pages from which on a slice of their slots saves more than the search for it takes
+_MANY = 16  # pages from which on a slice is faster than an index, including the search for the slice
 
 
 class DevicePages(Columns):
-    """Owned by the scheduler thread.
+    """The pages of one component on the device. Owned by the scheduler thread.
 
     `load`   number of the load in flight that writes the page; 0: none
     `pool_page`  index of the page's slots, or of its state, in `_slots`, which grows with the pages of the device only
 
-    `size`: of a page. `full`: the full pages of these windows or states; None: these are the full pages.
-    `shares_slots`: their slots are those of `full`. The full pages at the end of a prompt are evicted first; windows
-    and states at any time.
+    `size`: tokens or states of a page. `full`: the full pages of these windows or states; None: these are the full
+    pages. `shares_slots`: the slots of these pages are those of `full`. The full pages at the end of a prompt are
+    evicted first; windows and states at any time.
     """
 
     fields: ClassVar = {"load": (np.int32, 0), "pool_page": (np.int64, 0)}
@@ -56,22 +56,22 @@ class DevicePages(Columns):
     # Questions
 
     def has(self, rows: Rows) -> Mask:
-        """Which of these pages the device has, or gets by a load in flight."""
+        """Return which pages are on the device or are being loaded."""
         found: Mask = self.order.is_held[rows]
         return found
 
     def held(self, rows: Rows) -> Rows:
-        """Those of these pages that the device has."""
+        """Return the pages that are on the device."""
         is_held = self.order.is_held[self.table.span(rows) if len(rows) >= self.table.many else rows]
         return rows if is_held.all() else rows[is_held]
 
     def rows_held(self) -> Rows:
-        """All pages of the device, in no order."""
+        """Return all pages of the device, in no order."""
         return np.flatnonzero(self.order.is_held)
 
     def value(self, rows: Rows, *, is_kept: bool = True) -> torch.Tensor:
-        """The slots or states of these pages, which the device has, int64. `is_kept`: False if the caller drops the
-        tensor before the device gets or loses a page; then it may be a view."""
+        """Return the slots or states of these pages, which are on the device, int64. `is_kept`: False if the caller
+        drops the tensor before the device gets or loses a page; then it may be a view."""
         if self._full is not None and self._shares_slots:
             return self._full.value(rows, is_kept=is_kept)
         pool_pages = self._index(self.pool_page[rows])
@@ -141,7 +141,7 @@ class DevicePages(Columns):
         self.load[rows] = 0
 
     def take(self, size: int) -> Rows:
-        """Some of the next victims, of `size` together; see `EvictionOrder.take`."""
+        """Return the next victims, with `size` tokens or states in total or fewer; see `EvictionOrder.take`."""
         return self.order.take(-(-size // self.size)) if size > 0 else NO_ROWS
 
     # Inside
@@ -160,7 +160,7 @@ class DevicePages(Columns):
             self._slots[at] = value.reshape(-1, self.size)
 
     def _make_places(self, num_pool_pages: int, value: torch.Tensor) -> None:
-        """Double the places, or add `num_pool_pages` if these are more."""
+        """Double the number of entries of `_slots`, or add `num_pool_pages` if that is more."""
         before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
         self._slots = torch.cat((before, before.new_zeros(max(num_pool_pages, len(before)), self.size)))
         self._numbers = np.arange(len(self._slots))
@@ -169,12 +169,12 @@ class DevicePages(Columns):
         self._free_places[self._first_free :] = free
 
     def _index(self, pool_pages: Rows) -> Index:
-        """The same places as a slice if they are consecutive."""
+        """Return the indices as a slice if they are consecutive."""
         if len(pool_pages) < _MANY or pool_pages[-1] - pool_pages[0] != len(pool_pages) - 1:
             return pool_pages
         at = slice(int(pool_pages[0]), int(pool_pages[-1]) + 1)
         return at if (pool_pages == self._numbers[at]).all() else pool_pages
 
     def _ids(self, pool_pages: Rows) -> torch.Tensor:
-        """Places as a tensor on the device of the slots, without a wait."""
+        """Return the indices as a tensor on the device of the slots, without waiting for the device."""
         return torch.from_numpy(pool_pages).pin_memory().to(self._slots.device, non_blocking=True)

@@ -1,7 +1,8 @@
 """Events for a router: the blocks that each medium stores or removes.
 
 A block is a page. Its hash is the first 64 bits of its page key, so it depends on every token before it, on the
-namespace and on the identity of the engine (model, dtype, layout, salt): all media and restarts name it alike.
+namespace and on the identity of the engine (model, dtype, layout, salt): it is the same on all media and after
+restarts.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is held any more, on any medium."""
+    """All media have lost all blocks."""
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -46,7 +47,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True)
 class PagesStored:
-    """Consecutive pages of one prompt, with `tokens` and `keys`, which follow `previous_key`, are held by `medium`."""
+    """`medium` has stored consecutive pages of one prompt, with `tokens` and `keys`, after the page `previous_key`."""
 
     keys: Sequence[bytes]
     previous_key: bytes | None
@@ -55,7 +56,7 @@ class PagesStored:
     medium: Medium
 
     def blocks(self, max_blocks: int) -> Iterator[BlockStored]:
-        """The same as events of at most `max_blocks` blocks each."""
+        """Yield the pages as events of at most `max_blocks` blocks each."""
         size, previous_key = len(self.tokens) // len(self.keys), self.previous_key
         for start in range(0, len(self.keys), max_blocks):
             keys = self.keys[start : start + max_blocks]
@@ -68,7 +69,7 @@ class PagesStored:
 
 @dataclass(frozen=True)
 class PagesRemoved:
-    """`medium` holds these pages no more."""
+    """`medium` no longer has these pages."""
 
     keys: Sequence[bytes]
     medium: Medium
@@ -80,7 +81,7 @@ class PagesRemoved:
 
 @dataclass(frozen=True)
 class AllRemoved:
-    """No medium holds anything."""
+    """All media have lost all pages."""
 
     keys: Sequence[bytes] = ()
 
@@ -92,11 +93,11 @@ PageChange: TypeAlias = PagesStored | PagesRemoved | AllRemoved
 
 
 class EventLog:
-    """Changes since they were last taken, oldest first, for readers that count. Scheduler thread only.
+    """The changes of all media since the last `take_changes`, oldest first. Scheduler thread only.
 
-    A block of a medium is told once, until it is told as removed; no other is told as removed. It is told behind its
-    parent: where no medium holds that, as behind a page that a read did not bring, when one does. Keeps the key of each
-    block that it told, some 200 bytes.
+    A block of a medium is reported as stored once, before it is reported as removed. Only reported blocks are reported
+    as removed. A block is reported after its parent. If no medium has the parent, for example because its read failed,
+    the block is reported when a medium gets the parent. The log keeps the key of each reported block, about 200 bytes.
     """
 
     def __init__(self) -> None:
@@ -104,10 +105,10 @@ class EventLog:
         self._announced: dict[Medium, set[bytes]] = {"GPU": set(), "CPU": set(), "DISK": set()}
         self._orphans: dict[bytes, dict[tuple[bytes, Medium], PagesStored]] = {}  # by parent
         self._parents: dict[bytes, bytes] = {}  # of orphans
-        self._removed: dict[bytes, None] = {}  # what the disk removed lately, oldest first
+        self._removed: dict[bytes, None] = {}  # pages that the disk has recently removed, oldest first
 
     def stored(self, pages: PromptPages, medium: Medium, which: Sequence[bool] | None = None) -> None:
-        """`pages` are held by `medium`: all of them, or those for which `which` is true."""
+        """Record that `medium` has stored `pages`: all of them, or those for which `which` is true."""
         announced, keys, start = self._announced[medium], pages.keys, 0
         while start < len(keys):
             end = start
@@ -118,13 +119,13 @@ class EventLog:
             start = end + 1
 
     def loaded(self, pages: PromptPages, *, from_disk: bool) -> None:
-        """Record pages that a read brought to the host. The disk may have removed some of them since."""
+        """Record pages that were read to the host. The disk may have removed some of them since the read."""
         self.stored(pages, "CPU")
         if from_disk:
             self.stored(pages, "DISK", [key not in self._removed for key in pages.keys])
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """`medium` holds these no more; it may not have held them."""
+        """Record that `medium` has removed these pages. It may never have had them."""
         self._drop(keys, medium)
         if medium == "DISK":
             self._removed.update(dict.fromkeys(keys))
@@ -132,7 +133,7 @@ class EventLog:
                 del self._removed[next(iter(self._removed))]
 
     def missed_on_disk(self, keys: Sequence[bytes]) -> None:
-        """The disk, which does not tell all that it removes, was asked for these and has them not."""
+        """Record that a lookup did not find these pages on the disk, which does not report all removals."""
         self._drop(keys, "DISK")
 
     def disk_lost(self) -> None:
@@ -148,12 +149,12 @@ class EventLog:
         self._parents.clear()
 
     def take_changes(self) -> list[PageChange]:
-        """All changes so far; they are not told twice."""
+        """Return all changes so far, and clear them."""
         changes, self._changes = self._changes, []
         return changes
 
     def _enter(self, pages: PromptPages, medium: Medium) -> None:
-        """They are new there. Told are those behind the first whose parent is known."""
+        """Record new pages of a medium. Pages from the first one with a known parent on are reported."""
         for key in pages.keys if medium == "DISK" and self._removed else ():
             self._removed.pop(key, None)
         for at in range(len(pages.keys)):
@@ -168,7 +169,7 @@ class EventLog:
             self._parents[key] = later.previous_key
 
     def _announce(self, stored: PagesStored) -> None:
-        """Report pages, and then those that waited for them as their parents."""
+        """Report pages, and then pages that waited for these parents."""
         to_announce = [stored]
         for change in to_announce:
             self._changes.append(change)
@@ -197,5 +198,5 @@ class EventLog:
 
 
 def block_hash(key: bytes) -> int:
-    """The first 64 bits of a page key, as a signed number."""
+    """Return the first 64 bits of a page key as a signed number."""
     return int.from_bytes(key[:8], "big", signed=True)

@@ -1,13 +1,13 @@
-"""The policy `auto`: pages with many recent uses stay, and uses of evicted pages are remembered.
+"""The policy `auto`: ranks pages by their uses, which decay, and remembers the uses of evicted pages.
 
-Uses fade: each counts half as much after a half-life, measured in pages that requests have used. A rank is the
+Uses decay: the weight of a use halves in a half-life, measured in pages that requests have used. A rank is the
 logarithm of their sum, as in LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001):
 
-    rank = log2(sum over uses of 2^(t / half_life)),  t: when, in pages used
+    rank = log2(sum over uses of 2^(t / half_life)),  t: time of the use, in pages used
 
-so ranks fade without being written. The uses of an evicted page count when the page returns, like those of ghosts in
-ARC and LIRS. If requests use many more pages than fit between two uses of a prefix, only this memory tells a prefix
-that returns from one that does not.
+so the order of ranks does not change as uses decay. The uses of an evicted page count when the page returns, like those
+of ghosts in ARC and LIRS. If requests use many more pages than fit between two uses of a prefix, only this memory tells
+a prefix that returns from one that does not.
 
 The half-life follows from the requests:
 
@@ -31,19 +31,19 @@ from hicache.pages.policy import RankPolicy, Ranks, Uses
 from hicache.pages.table import Columns, Mask, Rows
 
 _HALF_LIVES = 3.0
-_UNKNOWN_HALF_LIFE = float(1 << 40)  # until uses were seen, their number counts
-# Uses that are closer than this share of the half-life are one: a request is matched several times while it waits.
+_UNKNOWN_HALF_LIFE = float(1 << 40)  # before the first repeated use: uses do not decay
+# Uses closer together than this share of the half-life count once, because a waiting request is matched several times.
 _ONE_USE = 1 / 64
 _BUCKETS_PER_OCTAVE, _NUM_BUCKETS = 2, 128
 _ADAPT_AFTER = 512  # repeated uses, after which the half-life is adapted
-_FADE_AFTER = 1 << 17  # then older ones count half
+_FADE_AFTER = 1 << 17  # number of uses after which the weights of older ones are halved
 _TOLERANCE = 0.5  # octaves of error of the half-life; a change of the half-life ranks all pages again
-_REMEMBERED = 8.0  # half-lives or capacities, whichever is more
+_REMEMBERED = 8.0  # how long uses are remembered, in half-lives or capacities, whichever is longer
 _LEAST_REMEMBERED, _MOST_REMEMBERED = 1 << 12, 1 << 18  # pages; 24 bytes each
-_BEHIND = 1.1  # hits of `lru` over ours from which on ours are fewer
+_BEHIND = 1.1  # `trust` falls if `lru` would hit this many times as much
 _MIN_TRUST = 1 / 64
-_MAX_LEVELS = 32  # of priority: more would keep unused pages for ever
-_SAMPLED_PAGES = 2048  # that the shadow of `lru` holds at most
+_MAX_LEVELS = 32  # the most levels of priority; more would keep unused pages forever
+_SAMPLED_PAGES = 2048  # the most pages of the shadow cache
 
 
 class _Remembered(Columns):
@@ -59,7 +59,7 @@ class _Remembered(Columns):
         self.grow(self.size)
 
     def ensure_free(self, num_pages: int) -> None:
-        """Have entries for `num_pages` pages, within a limit."""
+        """Grow the table to `num_pages` entries, within a limit."""
         size = min(_MOST_REMEMBERED, 1 << max(1, num_pages - 1).bit_length())
         if size > self.size:
             old = np.flatnonzero(self.uses)
@@ -75,7 +75,8 @@ class _Remembered(Columns):
         self.is_empty = False
 
     def take(self, names: npt.NDArray[np.uint64], since: float) -> tuple[Mask, Ranks, npt.NDArray[np.int64]]:
-        """Which of these are remembered, if they were used after `since`; their uses, and when they had these."""
+        """Return which pages are remembered and were used after `since`, with their uses and the times of the last
+        uses."""
         at = names % np.uint64(self.size)
         known = (self.uses[at] > 0) & (self.name[at] == names) & (self.used_at[at] >= since)
         uses, used_at = self.uses[at], self.used_at[at]
@@ -84,11 +85,11 @@ class _Remembered(Columns):
 
 
 class _ShadowLru:
-    """The pages of a sample that `lru` would hold in `capacity` pages, and the number of their uses that would hit."""
+    """A shadow cache: the sampled pages that `lru` would have in `capacity` pages, and the uses that would hit."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._every = 1  # one page of this number is in the sample
+        self._every = 1  # one of this number of pages is in the sample
         self.num_hits = 0
 
     def use(self, names: npt.NDArray[np.uint64], capacity: int) -> Mask:
@@ -113,7 +114,7 @@ class _ShadowLru:
 
 
 class FadingFrequency(RankPolicy):
-    """See the module. `half_life`: in pages."""
+    """The policy `auto`, see the module. `half_life`: in pages that requests have used."""
 
     reads_names = True
     reads_created = False
@@ -122,13 +123,13 @@ class FadingFrequency(RankPolicy):
         self.half_life = _UNKNOWN_HALF_LIFE
         self._seen, self._capacity = 0, 1  # pages used so far; unlocked pages of the tier at the last eviction
         self._evicted = _Remembered()
-        self._ages = np.zeros(_NUM_BUCKETS)  # uses by the age of the use before
+        self._ages = np.zeros(_NUM_BUCKETS)  # number of uses by the age of the previous use
         self._num_ages = self._num_new_ages = 0
         self._shadow, self._trust = _ShadowLru(), 1.0
         self._num_hits = self._judged_at = 0
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        """A level of priority doubles the uses, and so fades in a half-life."""
+        """Return the ranks. A level of priority doubles the uses of a page."""
         levels = np.minimum(at.table.priority[rows], _MAX_LEVELS)
         ranks: Ranks = np.log2(np.maximum(at.uses[rows], 1e-300)) + at.used_at[rows] / self.half_life + levels
         return ranks
@@ -176,9 +177,9 @@ class FadingFrequency(RankPolicy):
         return np.maximum(1.0, faded)
 
     def _see(self, at: Uses, rows: Rows, *, are_held: bool = False) -> npt.NDArray[np.int64]:
-        """Record uses, the first page last. Returns the time of each use, in pages used."""
+        """Record uses, the first page last. Returns the time of each use, in pages that requests have used."""
         self._seen += len(rows)
-        if self._capacity > 1:  # something was evicted
+        if self._capacity > 1:  # only if the tier has evicted pages
             sampled = self._shadow.use(at.table.name[rows], self._capacity)
             if are_held:
                 self._num_hits += int(np.count_nonzero(sampled))
@@ -195,7 +196,7 @@ class FadingFrequency(RankPolicy):
         buckets = np.minimum((np.log2(ages) * _BUCKETS_PER_OCTAVE).astype(np.int64), _NUM_BUCKETS - 1)
         self._ages += np.bincount(buckets, minlength=_NUM_BUCKETS)
         self._num_new_ages += len(rows)
-        if self._num_new_ages >= _ADAPT_AFTER and self._capacity > 1:  # something was evicted
+        if self._num_new_ages >= _ADAPT_AFTER and self._capacity > 1:  # only if the tier has evicted pages
             self._num_ages, self._num_new_ages = self._num_ages + self._num_new_ages, 0
             self._adapt()
 
@@ -214,11 +215,11 @@ class FadingFrequency(RankPolicy):
             self._num_ages = 0
 
     def _median(self) -> float:
-        """Median of the ages of uses."""
+        """Return the median age of uses."""
         bucket = int(np.searchsorted(np.cumsum(self._ages), self._ages.sum() / 2))
         return math.pow(2.0, (bucket + 0.5) / _BUCKETS_PER_OCTAVE)
 
     def _late_share(self) -> float:
-        """Share of uses with an age of more pages than the tier holds."""
+        """Return the share of uses whose age exceeds the capacity of the tier."""
         bucket = min(int(math.log2(self._capacity) * _BUCKETS_PER_OCTAVE), _NUM_BUCKETS - 1)
         return float(self._ages[bucket + 1 :].sum() / self._ages.sum())

@@ -1,7 +1,7 @@
-"""Keys: tokens as packed memory, and the names under which pages are known outside this process.
+"""Packed tokens, and page keys, by which the host, stores and other processes find pages.
 
-Tokens are packed as int64. Ids that were packed here are shared: slices of keys, and long runs of nodes, are views of
-the same memory. An array of the caller's, read-only or not, is copied by a node.
+Tokens are packed as int64. Long runs of nodes are views of memory that this module packed. A caller's array, even if it
+is read-only, is copied.
 
 A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end. So two pages share a
 key only if model, layout, tenant and prefix are the same:
@@ -26,25 +26,25 @@ Tokens = npt.NDArray[np.int64]
 
 _ITEM = 8
 _MANY_IDS = 64
-_SHARED_TOKENS = 4096  # 32 KiB: from here on numpy compares at the speed of memcmp
+_SHARED_TOKENS = 4096  # 32 KiB, from which on numpy compares at the speed of memcmp
 _MAX_ID = np.iinfo(np.int64).max
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
-    """Any sequence of token ids as one packed, contiguous int64 buffer; no copy where it already is one.
+    """Return a sequence of token ids as one contiguous int64 buffer, without a copy if it already is one.
 
-    A list is converted into read-only memory. InvalidTokens where that would change an id: for anything but a
-    one-dimensional sequence of integers, and for integers beyond int64.
+    A list is converted to read-only memory. Raises InvalidTokens unless it is a one-dimensional sequence of integers
+    within int64.
     """
     if isinstance(tokens, (list, tuple)) and tokens and not isinstance(tokens[0], bool):
         try:
-            # Strict, for no float is cut to an integer; many ids as unsigned, twice as fast as numpy converts them.
+            # `array` accepts no floats. Unsigned conversion of long lists is twice as fast as numpy's.
             many = len(tokens) >= _MANY_IDS
             packed = _view(_Memory(array("Q" if many else "q", tokens)))
             if not many or not np.count_nonzero(packed < 0):
                 return packed
         except (TypeError, OverflowError):
-            pass  # negative ids, or none at all: numpy tells
+            pass  # negative ids or other types: numpy decides
     if type(tokens) is np.ndarray and tokens.dtype == np.int64 and tokens.ndim == 1 and tokens.flags.c_contiguous:
         return tokens
     ids = as_array(tokens)
@@ -54,7 +54,7 @@ def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
 
 
 def as_array(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
-    """InvalidTokens where numpy makes no array of them."""
+    """Return `tokens` as an array. Raises InvalidTokens if numpy cannot convert them."""
     try:
         return np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
@@ -62,7 +62,7 @@ def as_array(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Contiguous; InvalidTokens where that would change an id."""
+    """Return ids as contiguous int64. Raises InvalidTokens if that would change an id."""
     if ids.size and ids.dtype.kind not in "iu":
         raise InvalidTokens(f"token ids are of type {ids.dtype}; give integers of at most {_MAX_ID}")
     if ids.dtype == np.uint64 and ids.size and int(ids.max()) > _MAX_ID:
@@ -71,24 +71,24 @@ def as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def new_tokens(num_tokens: int) -> Tokens:
-    """Memory of this module's for ids, shared as that of `pack_tokens`: the caller fills it, and makes it read-only."""
+    """Allocate memory for ids that nodes may share. The caller fills it and then makes it read-only."""
     return np.frombuffer(_Memory(num_tokens * _ITEM), np.int64)
 
 
 class _Memory(bytearray):
-    """Token ids that this module copied. Only this module has the memory, so views of it never change. A caller's
-    read-only array may have a writable base."""
+    """Token ids that this module copied. No other module can write this memory, so views of it never change. (A
+    caller's read-only array may have a writable base.)"""
 
 
 def _view(memory: _Memory) -> Tokens:
-    """Read-only."""
+    """Return a read-only view."""
     tokens = np.frombuffer(memory, np.int64)
     tokens.setflags(write=False)
     return tokens
 
 
 def _memory_of(tokens: Tokens) -> _Memory | None:
-    """The memory that `tokens` are a view of, where this module made it."""
+    """Return the memory of which `tokens` are a view, if this module allocated it."""
     base: Any = tokens.base.base if isinstance(tokens.base, np.ndarray) else tokens.base
     return base.obj if isinstance(base, memoryview) and isinstance(base.obj, _Memory) else None
 
@@ -96,8 +96,8 @@ def _memory_of(tokens: Tokens) -> _Memory | None:
 class TokenRun:
     """Packed tokens in memory that does not change.
 
-    A short run, one of a caller's memory, and one that would keep more than twice its own memory alive is copied. A
-    long run of packed ids is a view of them: neither an insertion nor a split copies it.
+    Copied are short runs, runs of a caller's memory, and runs that would keep more than twice their own memory alive.
+    Other runs are views, which neither an insertion nor a split copies.
     """
 
     __slots__ = ("_raw", "_tokens", "num_tokens")
@@ -110,7 +110,7 @@ class TokenRun:
         if memory is not None and 2 * len(tokens) * _ITEM >= len(memory):
             self._tokens = tokens
         else:
-            # A bytearray compares its front with any buffer by memcmp, which is faster than starting a numpy operation.
+            # A bytearray compares with a buffer by memcmp, which is faster than starting a numpy operation.
             self._raw = _Memory(tokens)
 
     def __len__(self) -> int:
@@ -124,7 +124,8 @@ class TokenRun:
         return self._tokens
 
     def common_len(self, tokens: Tokens, raw: memoryview, start: int) -> int:
-        """How many tokens from the front are those of `tokens` from `start` on. `raw`: the bytes of `tokens`."""
+        """Return the number of leading tokens that equal those of `tokens` from `start` on. `raw`: the bytes of
+        `tokens`."""
         length = min(self.num_tokens, len(tokens) - start)
         if self._raw is not None and self._raw.startswith(raw[start * _ITEM : (start + length) * _ITEM]):
             return length
@@ -134,12 +135,13 @@ class TokenRun:
 
 
 def bytes_of(tokens: Tokens) -> memoryview:
-    """The memory of packed tokens as bytes."""
+    """Return the memory of packed tokens as bytes."""
     return tokens.data.cast("B") if len(tokens) else memoryview(b"")
 
 
 class PageHasher:
-    """Computes page keys for one identity. Stateless but for `pages_hashed`; owned by the scheduler thread."""
+    """Computes page keys for one identity. Its only state is the counter `pages_hashed`. Owned by the scheduler
+    thread."""
 
     def __init__(self, identity_digest: bytes, page_size: int) -> None:
         self.page_size = page_size
@@ -151,7 +153,7 @@ class PageHasher:
         return hashlib.sha256(self._identity + len(raw).to_bytes(8, "little") + raw).digest()
 
     def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
-        """Keys of the whole pages in `tokens`, given the key of the page before them (or the seed)."""
+        """Return the keys of the complete pages in `tokens`, after the page with key `previous` (or the seed)."""
         step, sha256 = self.page_size * _ITEM, hashlib.sha256
         raw = tokens.astype("<i8", copy=False).tobytes()
         starts = range(0, len(raw) - step + 1, step)

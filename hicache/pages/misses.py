@@ -1,6 +1,6 @@
-"""Why a prompt is computed: what became of the pages that no tier has.
+"""The reasons for which pages of a prompt are computed: what happened to pages that no tier has.
 
-A page that a tier has behind a page that no tier has cannot be used. It counts with the reason of the page before it:
+A page in a tier cannot be used if no tier has the page before it. It counts with the reason of that page:
 
     page     0    1    2        3       4       5
              hit  hit  evicted  on CPU  on CPU  new
@@ -29,7 +29,7 @@ _MAX_SAMPLES = 1024
 
 
 class MissReason(enum.IntEnum):
-    """Why no tier served a page of a prompt."""
+    """The reason for which no tier served a page of a prompt."""
 
     NEVER_STORED = 0
     EVICTED = 1
@@ -52,29 +52,29 @@ MISS_HELP: Final[Mapping[MissReason, str]] = {
 
 
 class MissReasons:
-    """Why pages that were stored, or that should have been, are gone, by name. Remembers about `num_pages`
-    pages: a page replaces another one in the same entry. Owned by one thread."""
+    """The reasons for which pages are missing, by name. Remembers about `num_pages` pages; a page overwrites another
+    one in the same entry. Owned by one thread."""
 
     def __init__(self, num_pages: int = _NUM_PAGES) -> None:
-        self._names = np.zeros(num_pages, np.uint64)  # takes no memory before it is written
+        self._names = np.zeros(num_pages, np.uint64)  # virtual memory, allocated when it is written
         self._reasons = np.zeros(num_pages, np.int8)
 
     def note(self, names: Names, reason: MissReason) -> None:
-        """Note what has become of pages. NEVER_STORED: nothing; they are stored."""
+        """Record the reason of pages. NEVER_STORED clears it, because the pages are stored."""
         at = names % np.uint64(len(self._names))
         self._names[at] = names
         self._reasons[at] = reason
 
     def reasons(self, names: Names) -> Reasons:
-        """The reason of each page; NEVER_STORED if none is remembered."""
+        """Return the reason of each page; NEVER_STORED if none is remembered."""
         at = names % np.uint64(len(self._names))
         reasons: Reasons = np.where(self._names[at] == names, self._reasons[at], np.int8(MissReason.NEVER_STORED))
         return reasons
 
 
 def count(reasons: Reasons) -> dict[MissReason, int]:
-    """The number of pages by reason. `reasons`: of consecutive pages. `USABLE` pages count with the reason of the page
-    before them; the first ones do not count."""
+    """Count consecutive pages by reason. `USABLE` pages count with the reason of the page before them; leading ones do
+    not count."""
     last = np.maximum.accumulate(np.where(reasons == USABLE, -1, np.arange(len(reasons))))
     numbers = np.bincount(reasons[last[last >= 0]], minlength=len(MissReason)).tolist()
     return {reason: numbers[reason] for reason in MissReason if numbers[reason]}
@@ -91,7 +91,7 @@ class EvictedAges:
         self._ticks, self._times_s = [0], [time.monotonic()]
 
     def observe(self, at: Uses, rows: Rows) -> None:
-        """Note that the pages of `rows` are evicted now. `at`: the uses of the tier."""
+        """Record that the pages `rows` are evicted now. `at`: the uses of the tier."""
         if not len(rows):
             return
         if len(self._ticks) == _MAX_SAMPLES:

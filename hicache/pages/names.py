@@ -1,6 +1,6 @@
-"""The page keys of nodes: computed when they are asked for, and once in the life of a page.
+"""The page keys of nodes, computed on demand and only once per page.
 
-Each other component than FULL has its own key of each page: SHA-256(page key || name of the component).
+The key of a window or state is SHA-256(page key || name of the component).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hicache.tiers import FULL, Component
 
 
 class PromptPages(NamedTuple):
-    """Consecutive pages of one prompt: `keys`, which follow `previous_key` (None at its start), of `tokens`."""
+    """Consecutive pages of one prompt: their `tokens` and `keys`, after the page `previous_key` (None at the start)."""
 
     keys: Sequence[bytes]
     previous_key: bytes | None
@@ -25,20 +25,20 @@ class PromptPages(NamedTuple):
     namespace: str
 
     def part(self, start: int, end: int) -> PromptPages:
-        """Pages [start, end)."""
+        """Return pages [start, end)."""
         size = len(self.tokens) // max(1, len(self.keys))
         previous_key = self.keys[start - 1] if start else self.previous_key
         return PromptPages(self.keys[start:end], previous_key, self.tokens[start * size : end * size], self.namespace)
 
 
 class PageNames:
-    """The page keys of one tree. Owned by it."""
+    """Computes the page keys of one tree, which owns it."""
 
     def __init__(self, hasher: PageHasher, table: PageTable) -> None:
         self._hasher, self._table = hasher, table
 
     def of(self, node: TreeNode) -> list[bytes]:
-        """The keys of the node's pages."""
+        """Return the keys of the node's pages."""
         unnamed, keys = [], self._table.keys
         above: TreeNode | None = node
         while above is not None and len(above.rows) and keys[above.rows[-1]] is None:
@@ -50,7 +50,8 @@ class PageNames:
         return self._table.keys_of(node.rows)
 
     def following(self, node: TreeNode, namespace: str, tokens: Tokens, known: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of the whole pages in `tokens` behind `node`, of which the first ones are `known`."""
+        """Return the keys of the complete pages in `tokens`, after `node`. `known`: the first keys, if computed
+        before."""
         num_pages = len(tokens) // self._hasher.page_size
         if len(known) >= num_pages:
             return [*known[:num_pages]]
@@ -58,14 +59,14 @@ class PageNames:
         return [*known, *self._hasher.chain(previous, tokens[len(known) * self._hasher.page_size :])]
 
     def pages(self, node: TreeNode, start: int = 0) -> PromptPages:
-        """The node's pages from the `start`-th on, for events."""
+        """Return the node's pages from page `start` on, as events report them."""
         assert node.run is not None and node.parent is not None
         is_first = node.parent.is_root
         previous_key = None if is_first else self._end_key(node.parent, node.namespace)
         return PromptPages(self.of(node), previous_key, node.run.tokens, node.namespace).part(start, len(node.rows))
 
     def of_prompt(self, match: Match, tokens: Tokens) -> list[bytes]:
-        """Keys of the whole pages of a prompt, of which `match` is held."""
+        """Return the keys of the complete pages of a prompt. `match`: its match in the tree."""
         if match.nodes:
             self.of(match.nodes[-1])
         keys = self._table.keys_of(match.rows)
@@ -73,12 +74,12 @@ class PageNames:
         return keys + self._hasher.chain(previous, tokens[len(keys) * self._hasher.page_size :])
 
     def _end_key(self, node: TreeNode, namespace: str) -> bytes:
-        """The key of the last page up to `node`: the namespace's seed at the start of a prompt."""
+        """Return the key of the last page up to `node`; the namespace's seed at the start of a prompt."""
         return self.of(node)[-1] if node.parent is not None else self._hasher.seed(namespace)
 
     @staticmethod
     def of_component(component: Component, page_keys: Sequence[bytes]) -> list[bytes]:
-        """The keys under which what a component has of these pages is stored."""
+        """Return the keys of these pages of a component."""
         if component == FULL:
             return list(page_keys)
         name = component.encode()

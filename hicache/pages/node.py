@@ -21,7 +21,7 @@ class TreeNode:
     """Pages `rows`, with the tokens `run`, `num_tokens` of them; `child_key` is the node's key in its parent.
 
     A split moves the start of a node, and never its end: a reference to the end of a node stays valid. The end of a
-    leaf moves when unlocked pages leave.
+    leaf moves when unlocked pages are evicted.
     """
 
     __slots__ = (
@@ -51,7 +51,7 @@ class TreeNode:
         return self.parent is None
 
     def path(self) -> list[TreeNode]:
-        """This node and its ancestors, the root left out, deepest first."""
+        """Return this node and its ancestors without the root, deepest first."""
         nodes: list[TreeNode] = []
         node = self
         while node.parent is not None:

@@ -1,7 +1,7 @@
 """The order in which the pages of one tier are evicted.
 
-    first out     pages that another tier has as well, if the tier is exclusive: the one used last is evicted first
-    ended         pages of sessions that have ended
+    first out pages that another tier has as well, if the tier is exclusive: the one used last is evicted first ended
+    pages of sessions that have ended
     plain         all pages of no other class
     kept          pages with a deadline
     expected      pages that queued requests will need
@@ -32,9 +32,9 @@ Classes = npt.NDArray[np.int8]
 
 _FIRST_OUT, _ENDED, _PLAIN, _KEPT, _EXPECTED, _NO_CLASS = range(6)
 _LEAST_BATCH, _BATCH_SHARE = 64, 16
-_SMALL = 512  # evictable pages up to which each call chooses a new batch
-KEPT_SHARE = 0.9  # of a tier, for pages with a deadline; the rest is for prompts without a hint
-_PATIENCE = 4.0  # factor on the announced time: without it a turn later than announced would miss
+_SMALL = 512  # up to this number of evictable pages, each call chooses a new batch
+KEPT_SHARE = 0.9  # share of a tier for pages with a deadline; the rest is for prompts without a hint
+_PATIENCE = 4.0  # factor on the announced time, so that a turn that is a little late still hits
 
 # Policies by the names in settings; each tier has its own policy.
 RANK_POLICIES: dict[str, type[RankPolicy]] = {
@@ -50,7 +50,8 @@ RANK_POLICIES: dict[str, type[RankPolicy]] = {
 
 
 def rank_policy(name: str, setting: str = "eviction_policy") -> RankPolicy:
-    """A new policy by its name in upper or lower case. ConfigError if the `name` in `setting` is unknown."""
+    """Return a new policy by its name, in upper or lower case. Raises ConfigError if the `name` in `setting` is
+    unknown."""
     policy = RANK_POLICIES.get(name.lower())
     if policy is None:
         raise ConfigError(f"{setting}={name!r} is unknown; use one of {', '.join(sorted(RANK_POLICIES))}")
@@ -58,13 +59,13 @@ def rank_policy(name: str, setting: str = "eviction_policy") -> RankPolicy:
 
 
 def deadline_s(now_s: float, within_s: float) -> float:
-    """The deadline of a prompt if its client announces at `now_s` the next turn, perhaps with a wrong time."""
+    """Return the deadline of a prompt whose client announces at `now_s` that its next turn follows in `within_s`."""
     return now_s + _PATIENCE * within_s
 
 
 class _Batch(NamedTuple):
-    """Rows in the order of eviction, with the class and the key of each. `last_classes`, `last_keys`: of the page with
-    the last position among the page itself and all pages behind it in prompts, after which it is evicted."""
+    """Rows in the order of eviction, with the class and the key of each. `last_classes`, `last_keys`: the class and key
+    of the last page, in the order of eviction, among the page itself and all pages after it in prompts."""
 
     rows: Rows
     classes: Classes
@@ -93,14 +94,14 @@ class _Hint(NamedTuple):
 
 
 class _Ranks(Columns):
-    """The rank of each page in an exclusive tier: the key of a page that is first out is another number."""
+    """The rank of each page in an exclusive tier, where the key of a first-out page is not its rank."""
 
     fields: ClassVar = {"rank": (np.float64, 0.0)}
     rank: Ranks
 
 
 class EvictionOrder(Columns):
-    """The pages of one tier, and which of them is evicted next. Owned by the scheduler thread.
+    """The pages of one tier in the order of eviction. Owned by the scheduler thread.
 
     `is_held`       whether the tier has the page
     `locks`         locks of the page, held or in flight.
@@ -109,7 +110,7 @@ class EvictionOrder(Columns):
     `keep`          the hint that gives it a deadline; 0: none.
     `class_`, `key` its position in the order: the class, see the module, then the key, the lowest one first. The
                     key is the rank, see `RankPolicy`; for pages that are first out it is a negative tick.
-    `is_followed`   whether since the choice of the batch a page behind it was new or its rank rose.
+    `is_followed`   whether, since the batch was chosen, its rank rose or a page after it was added.
 
     `is_linked`: whether a page is evicted after the next pages of its prompt; False for windows and states.
     `num_evictable`: held pages without a lock; `num_kept`: pages with a deadline. Other threads may read them.
@@ -139,7 +140,7 @@ class EvictionOrder(Columns):
         self.table, self.policy, self.at, self._is_linked = table, policy, Uses(table), is_linked
         table.add_columns(self)
         self._generation = policy.generation
-        self._ranks: _Ranks | None = None  # none before a page is first out
+        self._ranks: _Ranks | None = None  # None until a page is first out
         self._first_out_ticks = 0
         self.num_evictable = self.num_kept = 0
         self._hints = itertools.count(1)
@@ -150,8 +151,8 @@ class EvictionOrder(Columns):
     # Events
 
     def enter(self, rows: Rows, *, is_transferred: bool = False) -> None:
-        """Record that the tier has these, which follow each other in a prompt. `is_transferred`: release the lock of
-        their transfer. The first windows and states of a prompt are evicted first: later prompts need the last."""
+        """Record that the tier has these consecutive pages of a prompt. `is_transferred`: release the lock of their
+        transfer. The first windows and states of a prompt are evicted first: later prompts need the last."""
         rows = rows if self._is_linked else rows[::-1]
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         self.is_held[at] = True
@@ -209,7 +210,7 @@ class EvictionOrder(Columns):
             self.set_first_out(again)
 
     def follow(self, rows: Rows) -> None:
-        """Record that the tier gets pages behind these."""
+        """Record that the tier gets pages after these."""
         self.is_followed[rows] = True
 
     def go_on(self, rows: Rows) -> None:
@@ -299,8 +300,8 @@ class EvictionOrder(Columns):
     # Victims
 
     def take(self, num_rows: int) -> Rows:
-        """The next pages to be evicted, between 1 and `num_rows`; none if no page may be evicted. The caller makes
-        each `leave` before the next call."""
+        """Return the next 1 to `num_rows` victims; none if no page may be evicted. The caller calls `leave` for each
+        before the next call."""
         if self._generation != self.policy.generation:
             self._rank_all()
         if self.num_evictable <= _SMALL:
@@ -326,7 +327,7 @@ class EvictionOrder(Columns):
         self._moved(rows)
 
     def _without_followed(self, rows: Rows, is_evictable: Mask) -> Mask:
-        """Which of these pages of the batch may be evicted, because all pages behind them may."""
+        """Return which pages of the batch may be evicted, because all pages after them may be evicted."""
         while True:
             blocked = rows[~is_evictable]
             before = self._before(blocked[self.is_held[blocked]])
@@ -337,13 +338,13 @@ class EvictionOrder(Columns):
             is_evictable = is_evictable & ~self.is_followed[rows]
 
     def leaving(self) -> Rows:
-        """All evictable pages in the order of their eviction if nothing changes."""
+        """Return all evictable pages in the present order of eviction."""
         if self._generation != self.policy.generation:
             self._rank_all()
         return self._in_order(np.flatnonzero(self.is_held & (self.locks == 0))).rows
 
     def num_shared(self, rows: Rows) -> int:
-        """How many of the first pages of a prompt, all of which the tier has, other prompts continue."""
+        """Return the number of leading pages of a prompt that other prompts share. The tier has all these pages."""
         position = np.full(len(self.key), NO_ROW)
         position[rows] = np.arange(len(rows))
         others = np.flatnonzero(self.is_held & (position < 0))
@@ -351,7 +352,7 @@ class EvictionOrder(Columns):
         return int(position[before[before >= 0]].max(initial=NO_ROW)) + 1
 
     def violations(self) -> list[str]:
-        """Contradictions between the sums and the columns."""
+        """Return the contradictions between the sums and the columns."""
         found = []
         evictable = int(np.count_nonzero(self.is_held & (self.locks == 0)))
         if self.num_evictable != evictable:
@@ -394,7 +395,7 @@ class EvictionOrder(Columns):
             self._moved(rows)
 
     def _before(self, rows: Rows) -> Rows:
-        """The rows of the pages that may be evicted only after these; `NO_ROW` for none."""
+        """Return the page that may be evicted only after each page; `NO_ROW` if there is none."""
         return self.table.previous[rows] if self._is_linked else np.full(len(rows), NO_ROW)
 
     def _rank_all(self) -> None:
@@ -436,18 +437,19 @@ class EvictionOrder(Columns):
         self._moved(rows)
 
     def _moved(self, rows: Rows) -> None:
-        """Note pages that may have moved to a position before the end of the batch."""
+        """Record pages that may have moved to a position before the end of the batch."""
         if self._end_place[0] != _NO_CLASS and len(late := rows[self._is_in_batch(rows)]):
             self._late.append(late)
 
     def _is_in_batch(self, rows: Rows) -> Mask:
-        """Which of these may be evicted, and have a position before the end of the batch."""
+        """Return which pages may be evicted and have a position before the end of the batch."""
         (classes, keys), (last_class, last_key) = (self.class_[rows], self.key[rows]), self._end_place
         is_before: Mask = (classes < last_class) | ((classes == last_class) & (keys <= last_key))
         return is_before & self._is_evictable(rows)
 
     def _merge_late(self) -> None:
-        """Add rows to the batch that moved to a position before its end, each behind the pages that follow it."""
+        """Merge rows into the batch that moved to a position before its end, each after the pages that follow it in
+        prompts."""
         late = np.unique(np.concatenate(self._late))
         self._late.clear()
         before = self._before(late)
@@ -472,8 +474,8 @@ class EvictionOrder(Columns):
         return len(batch.rows) > 0
 
     def _in_order(self, rows: Rows, most: int | None = None) -> _Batch:
-        """Those of `rows` that may leave, in their order, at least `most` of the first. `rows`: unlocked pages that the
-        tier has, and with each page all that leave before it."""
+        """Return the rows that may be evicted, in order, at least the first `most`. `rows`: unlocked pages of the tier;
+        with each page, they include all pages that are evicted before it."""
         classes, keys = self.class_[rows], self.key[rows]
         held = np.flatnonzero(self.is_held | (self.locks > 0))
         before = self._before(held)
@@ -489,23 +491,22 @@ class EvictionOrder(Columns):
         return self._behind_followers(_Batch(rows, classes, keys, classes, keys).sorted(self.table), held, before, most)
 
     def _leads_its_followers(self, held: Rows, before: Rows) -> bool:
-        """Whether the own position of each page is behind those of the pages that follow it. `before`: the pages before
-        `held`."""
+        """Whether each page ranks after the pages that follow it in its prompt. `before`: the pages before `held`."""
         after, before = held[before >= 0], before[before >= 0]
         is_free = self.locks[before] == 0
         after, before = after[is_free], before[is_free]
         return bool((self._leaves_first(after, before) & (self.locks[after] == 0)).all())
 
     def _leaves_first(self, after: Rows, before: Rows) -> Mask:
-        """Which of `after` have a position before that of `before`, the pages before them."""
+        """Return which pages `after` have a position before that of their previous pages `before`."""
         classes, keys = self.class_[after], self.key[after]
         above, keys_above = self.class_[before], self.key[before]
         leaves_first: Mask = (classes < above) | ((classes == above) & (keys <= keys_above))
         return leaves_first
 
     def _behind_followers(self, batch: _Batch, held: Rows, before: Rows, most: int | None) -> _Batch:
-        """`batch`, all unlocked pages in the order of their own positions, with each page moved behind the pages that
-        follow it. Pages before a locked page are left out."""
+        """Move each page of `batch` after the pages that follow it in prompts, and leave out pages before a locked
+        page. `batch`: all unlocked pages in the order of their own positions."""
         position = np.full(len(self.key), NO_ROW)
         position[held] = np.arange(len(held))
         up = np.where(before >= 0, position[before], NO_ROW)

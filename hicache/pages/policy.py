@@ -21,7 +21,7 @@ class Uses(Columns):
     """Uses of the pages of one tier. Hits and priorities, which are the same on all tiers, are in the table.
 
     `last_use`, `created`: ticks of this tier's clock, `created` only if the policy reads it. `uses`, `used_at`,
-    `counted`: of the policy `auto`, see `hicache.pages.frequency`; `counted` are the hits that it has counted.
+    `counted`: columns of the policy `auto`, see `hicache.pages.frequency`; `counted`: the hits that it has counted.
     """
 
     fields: ClassVar = {
@@ -59,31 +59,31 @@ class Uses(Columns):
 
 
 class RankPolicy(ABC):
-    """Ranks the pages of one tier. The order reports each event before it asks for ranks. `generation`: another number
-    once all ranks have changed."""
+    """Ranks the pages of one tier. The eviction order reports each event before it calls `ranks`. `generation`: changes
+    when all ranks have changed."""
 
     generation = 0
-    reads_names = False  # whether it knows pages by `PageTable.name`
-    reads_created = True  # whether it ranks pages by `Uses.created`
+    reads_names = False  # whether the policy identifies pages by `PageTable.name`
+    reads_created = True  # whether the policy ranks pages by `Uses.created`
 
     @abstractmethod
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        """The rank of each row; pages with the lowest rank are evicted first."""
+        """Return the rank of each row. The page with the lowest rank is evicted first."""
 
     def enter(self, at: Uses, rows: Rows) -> None:  # noqa: B027
-        """The tier has these unlocked pages, the first pages of a prompt first."""
+        """Record that the tier has these unlocked pages, the first pages of a prompt first."""
 
     def use(self, at: Uses, rows: Rows) -> None:  # noqa: B027
-        """A request used these unlocked pages, the first pages of a prompt first."""
+        """Record that a request used these unlocked pages, the first pages of a prompt first."""
 
     def forget(self, at: Uses, rows: Rows, num_evictable: int) -> None:  # noqa: B027
-        """The tier loses these unlocked pages, of `num_evictable` that it has."""
+        """Record that the tier loses these of its `num_evictable` unlocked pages."""
 
     def expect_uses(self, at: Uses, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:  # noqa: B027
-        """Requests will use these pages `num_uses` times, at least once."""
+        """Record that requests will use these pages `num_uses` times, at least once."""
 
     def uses_of(self, at: Uses, rows: Rows) -> Ranks:
-        """The uses of each page as far as they count, at least 1."""
+        """Return the counted uses of each page, at least 1."""
         return np.ones(len(rows))
 
 

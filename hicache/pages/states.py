@@ -8,7 +8,7 @@
     COPY      a copy from the device writes the page; a prefetch does not read such a page from a store
     READ      a read from a store writes the page; requests wait for its end, since a store may lose a page that it had
     HELD      the host has the bytes of the page
-    RAW       the compressed page exceeds one slot of the pool, so it is kept uncompressed in two; with COPY or HELD
+    RAW       the compressed page exceeds one page of the pool, so it is kept uncompressed in two; with COPY or HELD
     ABOVE     the device has the page as well, which an exclusive tier records of the pages that it has or gets. It
               evicts these first. The bit stays if the host loses the page, until the device loses it too
 
@@ -17,18 +17,18 @@ of a row together. From a commit to the disk and back, a page goes through these
 
     commit      the device has the page; on the host it has no state
     backup      after the commit, or when the device evicts the page, as the write policy says: `reserve(rows, COPY)`
-                gives the page a slot of the pool and a lock. The copy ends: `complete` releases the lock
+                reserves a page of the pool and locks the row. The copy ends: `complete` releases the lock
     write       soon after the backup, within a budget: `begin_write` locks the page and sets the bit of the disk in
                 `writing`. The disk answers: `written` sets the bit in `stored` and releases the lock
-    eviction    `ensure_free` takes the page from the eviction order, and `drop` frees its slot. A page that was not
-                written is computed again. The host forgets what the disk has
+    eviction    `ensure_free` takes the page from the eviction order, and `drop` frees the pool page. The host also
+                forgets that the disk has the page. If the page was not written, it is computed again
     lookup      a prefetch asks the disk for the key of the page, because memory has no record of it
     read        `reserve(rows, READ)`, and the prefetch sets the bit of the disk in `source`. The read ends and its
                 bytes are verified: `complete` and `mark_stored`, so that the page is not written to the disk again
     load        at the request's admission: `take_sources` counts the page as a hit of the disk, `lock` protects it from
                 eviction, and `unlock` follows the copy to the device
 
-`TierPages` is the only writer of `state`, and of the slots in the pool. docs/invariants.md has all transitions.
+`TierPages` is the only writer of `state`, and allocates all pages of the pool. docs/invariants.md has all transitions.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class TierPages(Columns):
     Owned by the scheduler thread. The replay uses it for a device as well.
 
     `state`           see the module.
-    `pool_page`       index of its slot in the pool, which never allocates slot 0.
-    `second_pool_page` index of the second slot of a RAW page, else 0.
+    `pool_page`       index of its page in the pool, which never allocates page 0.
+    `second_pool_page` index of the second page of a RAW one, else 0.
     `stored`          bits of the stores that have the page. Eviction clears them. A RAW page gets the bit of a store
                       that would be next, because no store takes it.
     `writing`         bits of the stores to which a write is in flight.
@@ -87,7 +87,7 @@ class TierPages(Columns):
 
     `policy`, `is_linked`: of the eviction order. `on_evict`: called with rows before they are dropped.
 
-    Sums in slots of the pool: `num_in_flight`, `num_disowned` (of disowned reads). Sums in rows:
+    Sums in pages of the pool: `num_in_flight`, `num_disowned` (of disowned reads). Sums in rows:
     `num_held`, and of these `num_raw`, `num_raw_evictable` (unlocked) and `num_first_out` (with ABOVE).
     `num_returned`: rows that lost ABOVE after the host had lost the page: no tier in memory has it now.
     """
@@ -144,7 +144,7 @@ class TierPages(Columns):
         return row >= 0 and bool(self.state[row] & HELD)
 
     def has(self, rows: Rows, states: int = HELD) -> Mask:
-        """Which of these pages are in one of `states`; `NO_ROW` is in none."""
+        """Return which pages are in one of `states`; `NO_ROW` is in none."""
         found: Mask = _HAS[states][self.state[rows]]
         return found
 
@@ -158,32 +158,32 @@ class TierPages(Columns):
         return np.flatnonzero(self.state & HELD)
 
     def num_pool_pages(self, rows: Rows) -> int:
-        """The number of slots of the pool that these pages take."""
+        """The number of pages of the pool that these pages take."""
         return len(rows) + int(np.count_nonzero(self.second_pool_page[rows]))
 
     def pool_pages(self, rows: Rows) -> list[int]:
-        """All slots of the pool that these pages take: that of each row, then the second ones."""
+        """All pages of the pool that these pages take: that of each row, then the second ones."""
         second = self.second_pool_page[rows]
         found: list[int] = self.pool_page[rows].tolist() + second[second > 0].tolist()
         return found
 
     @property
     def num_evictable(self) -> int:
-        """The number of slots of the pool that an eviction of all unlocked pages would free."""
+        """The number of pages of the pool that an eviction of all unlocked pages would free."""
         return self.order.num_evictable + self.num_raw_evictable
 
     @property
     def capacity(self) -> int:
-        """The number of slots of the pool that are free or evictable."""
+        """The number of pages of the pool that are free or evictable."""
         return self.pool.available() + self.num_evictable
 
     # Transfers
 
     def reserve(self, rows: Rows, state: int, *, hits: Counts | int = 1, priority: Counts | int = 0) -> Rows:
-        """Begin a transfer: give slots to pages that the host lacks, and evict others for them if necessary.
+        """Begin a transfer: reserve pool pages for pages that the host lacks. If necessary, other pages are evicted.
 
         `rows`: in no state, or only ABOVE. `state`: COPY or READ. `hits`, `priority`: what the policies count for each
-        page. Returns the rows that got a slot, the first ones, each with one lock, which `complete` or `abandon`
+        page. Returns the rows that got a page, the first ones, each with one lock, which `complete` or `abandon`
         releases. The rows behind them get no state, and the table frees those that nothing else refers to. The page in
         front of each row in its prompt is not evicted for it, unless the device has that page.
         """
@@ -219,15 +219,15 @@ class TierPages(Columns):
         return taken
 
     def reserve_second(self, rows: Rows) -> Rows:
-        """Give second slots to pages in flight that exceed one slot, and evict pages for them if necessary. Returns the
-        rows that got a slot, the first ones; the caller abandons the others."""
+        """Reserve second pages for pages in flight that exceed one, and evict pages for them if necessary. Returns the
+        rows that got a page, the first ones; the caller abandons the others."""
         taken = rows[: self.ensure_free(len(rows))]
         self.state[taken] |= RAW
         self.second_pool_page[taken] = self._alloc(len(taken))
         return taken
 
     def complete(self, rows: Rows, ok: Mask | None = None) -> Rows:
-        """End the transfer of these pages, and release its locks. `ok`: which pages it brought, by default all. Returns
+        """End the transfer of these pages, and release its locks. `ok`: which pages arrived, by default all. Returns
         the rows of these; the others are abandoned."""
         came = rows if ok is None else rows[ok]
         if ok is not None and len(came) < len(rows):
@@ -252,14 +252,14 @@ class TierPages(Columns):
         return came
 
     def abandon(self, rows: Rows) -> None:
-        """End the transfer of pages that it did not bring, and free their slots."""
+        """End the transfer of pages that did not arrive, and free their pages of the pool."""
         assert self.has(rows, IN_FLIGHT).all(), "it is not in flight"
         self.num_in_flight -= self.num_pool_pages(rows)
         self.pool.free(self.pool_pages(rows))
         self._end_flight(rows)
 
     def disown(self, rows: Rows) -> list[int]:
-        """End a read whose requests have ended, though it may still write. The rows lose READ. Returns their slots,
+        """End a read without requests, which may still write. The rows lose READ. Returns their pool pages,
         which stay allocated until `free_disowned`."""
         assert self.has(rows, READ).all(), "nothing reads it"
         pool_pages: list[int] = self.pool_page[rows].tolist()
@@ -269,7 +269,7 @@ class TierPages(Columns):
         return pool_pages
 
     def free_disowned(self, pool_pages: Sequence[int]) -> None:
-        """Free the slots of a disowned read that has ended."""
+        """Free the pages of a disowned read that has ended."""
         self.num_disowned -= len(pool_pages)
         self.pool.free(pool_pages)
 
@@ -367,7 +367,7 @@ class TierPages(Columns):
 
         The device evicts pages for the load, and the host has to take them. `num_needed`: pages that the request needs
         on the device, which has `num_free` free ones. One step loads everything if the host can take all victims: into
-        free slots, or over pages that the device has as well. Otherwise a step fills the free pages of the device, and
+        free pages, or over pages that the device has as well. Otherwise a step fills the free pages of the device, and
         has at least `step_pages` pages.
         """
         if num_free + self.pool.available() + self.num_first_out >= num_needed:
@@ -377,8 +377,8 @@ class TierPages(Columns):
     # Stores
 
     def lacking(self, rows: Rows, store_bit: int) -> Mask:
-        """Which of these pages are to be written to a store: held, neither stored nor being written there, and of a
-        session that has not ended."""
+        """Return which pages a store should get: held, neither stored nor being written there, and of a session that
+        has not ended."""
         known = (self.stored[rows] | self.writing[rows]) & store_bit
         is_held = self.state[rows] & HELD != 0
         lacking: Mask = is_held & (known == 0) & ~self.order.has_ended[rows]
@@ -469,8 +469,8 @@ class TierPages(Columns):
         return pool_pages
 
     def ensure_free(self, num_pages: int) -> int:
-        """Evict until `num_pages` slots of the pool are free or no page is evictable. Returns the number of free
-        slots."""
+        """Evict until `num_pages` pages of the pool are free or no page is evictable. Returns the number of free
+        pages."""
         while (short := num_pages - self.pool.available()) > 0 and len(rows := self.order.take(short)):
             self.drop(rows)
         return self.pool.available()
@@ -490,7 +490,7 @@ class TierPages(Columns):
         return pool_pages
 
     def _end_flight(self, rows: Rows) -> None:
-        """Reset the columns of pages whose transfer did not bring them. Their slots stay allocated."""
+        """Reset the columns of pages that did not arrive. Their pages of the pool stay allocated."""
         self.order.end_keeps(rows)
         self.order.locks[rows] -= 1
         self.state[rows] &= ABOVE

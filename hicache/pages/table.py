@@ -1,6 +1,6 @@
-"""The page table: one row for each page that memory holds or that a transfer brings.
+"""The page table: one row for each page that is in memory or in a transfer.
 
-A row keeps its number from the moment a request names the page until nothing needs it. So a lease, a copy, a read and a
+A row keeps its number from the first request for the page until no part refers to it. So a lease, a copy, a read and a
 waiting request each refer to their pages by an array of row numbers. Columns are numpy arrays. Each part that stores a
 property of pages has its own columns, which grow with the table.
 """
@@ -23,28 +23,28 @@ Names = npt.NDArray[np.uint64]
 NO_ROW = -1
 NO_ROWS: Rows = np.empty(0, np.int64)
 _LEAST_ROWS = 64
-_RUN_ROWS = 256  # rows of a path that are examined together
-_NAME = "S8"  # numpy type of the bytes of a key in its name; a key has more bytes
+_RUN_ROWS = 256  # rows of a path that are examined in one numpy call
+_NAME = "S8"  # numpy type of the part of a key that is its name
 
 
 def names_of(keys: Sequence[bytes]) -> Names:
-    """The first eight bytes of each key as a number, uint64 `[keys]`. If pages share a name, only their uses are
-    estimated wrongly."""
+    """Return the first eight bytes of each key as a number, uint64 `[keys]`. If two pages have the same name, only
+    their estimated uses are wrong."""
     return np.array(keys, _NAME).view(">u8").astype(np.uint64)
 
 
 class Columns:
-    """Arrays with one entry per row. `fields`: the type of each column, and its value in free rows. `unclean`: the
-    columns that owners set for each new page, or reset themselves, so that `clear` leaves them."""
+    """Arrays with one entry per row. `fields`: the type of each column, and its value in free rows. `unclean`: columns
+    that `clear` does not reset, because their owners set them for each new page or reset them."""
 
     fields: ClassVar[dict[str, tuple[Any, Any]]]
     unclean: ClassVar[frozenset[str]] = frozenset()
 
     def grow(self, num_rows: int) -> None:
-        """Lengthen the columns to `num_rows` rows, or keep their length."""
+        """Grow the columns to at least `num_rows` rows."""
         self._to_clear = list[tuple[npt.NDArray[Any], Any]]()
         for name, (dtype, empty) in self.fields.items():
-            # Zeros take no memory before they are written.
+            # The system allocates memory for zeros when they are written.
             column = np.zeros(num_rows, dtype) if empty == 0 else np.full(num_rows, empty, dtype)
             before = vars(self).get(name)
             if before is not None:
@@ -54,7 +54,7 @@ class Columns:
                 self._to_clear.append((column, empty))
 
     def clear(self, rows: Index) -> None:
-        """Reset the columns of rows that nothing needs any more."""
+        """Reset the columns of free rows."""
         for column, empty in self._to_clear:
             column[rows] = empty
 
@@ -74,12 +74,13 @@ class PageTable(Columns):
     `age`            a number that no other row has or had; the newest row has the highest
     `name`           see `names_of`
     `keys`           the page key; None until a host tier, store or event needs it
-    `hits`           requests that used the page since memory has it
+    `hits`           requests that used the page in memory
     `priority`       the highest priority of a request that used it
-    `refs`           references to the row: tiers that have the page or get it, calls of `hold`, and rows that follow it
+    `refs`           references to the row: tiers that have the page or to which it is in flight, calls of `hold`, and
+    rows that follow it
 
-    Each column has one more entry, which no page gets: `NO_ROW` reads it as a free row. `num_rows`: capacity to begin
-    with, such as the pages of all tiers; a table that needs more doubles.
+    Each column has one additional entry for `NO_ROW`, which reads as a free row. `num_rows`: initial capacity, for
+    example the pages of all tiers; the table doubles when it is full.
     """
 
     fields: ClassVar = {
@@ -93,7 +94,7 @@ class PageTable(Columns):
         "keys": (np.object_, None),
     }
     unclean: ClassVar = frozenset({"index", "name", "keys"})
-    many: ClassVar[int] = 4096  # rows from which on a slice saves more than the search for it takes
+    many: ClassVar[int] = 4096  # rows from which on a slice is faster than an index, including the search for the slice
     index: npt.NDArray[np.int32]
     previous: Rows
     age: npt.NDArray[np.int64]
@@ -106,26 +107,25 @@ class PageTable(Columns):
     def __init__(self, num_rows: int = _LEAST_ROWS) -> None:
         self._parts: list[Columns] = [self]
         self._row_of: dict[bytes, int] = {}
-        self.numbers = NO_ROWS  # all rows in order: a view of consecutive ones is known to be a span
+        self.numbers = NO_ROWS  # all rows in order; a view of it is known to be consecutive
         self._free, self._first_free = NO_ROWS, 0  # a stack: free rows from an index to the end
         self._num_rows = self._last_age = 0
         self._grow_to(num_rows)
 
     def __len__(self) -> int:
-        """The number of rows in use, newly named ones included."""
+        """The number of rows in use, including rows that were only named."""
         return self._first_free
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._row_of
 
     def add_columns(self, part: Columns) -> None:
-        """Lengthen the columns of `part` now and whenever the table grows."""
+        """Grow the columns of `part` with the table."""
         part.grow(self._num_rows + 1)
         self._parts.append(part)
 
     def span(self, rows: Rows) -> Index:
-        """The same rows as an index: a slice if they are consecutive, which numpy reads and writes several times as
-        fast."""
+        """Return the rows as a numpy index: a slice if they are consecutive, which is several times as fast."""
         num_rows = len(rows)
         if num_rows < self.many:
             return rows
@@ -137,11 +137,11 @@ class PageTable(Columns):
         return slice(first, last + 1)
 
     def find(self, keys: Sequence[bytes]) -> Rows:
-        """The rows of pages, int64 `[keys]`; `NO_ROW` for those without."""
+        """Return the rows of pages, int64 `[keys]`; `NO_ROW` for a page without a row."""
         return np.array([*map(self._row_of.get, keys, repeat(NO_ROW))], np.int64)
 
     def known(self, keys: Sequence[bytes]) -> Rows:
-        """The rows of those pages that have one."""
+        """Return the rows of the pages that have one."""
         rows = self.find(keys)
         return rows[rows >= 0]
 
@@ -155,8 +155,9 @@ class PageTable(Columns):
     def add(
         self, keys: Sequence[bytes], index: int = 0, previous_key: bytes | None = None, previous: int = NO_ROW
     ) -> Rows:
-        """The rows of consecutive pages of a prompt, the first at `index`, behind the page of key `previous_key` or
-        row `previous`. Pages without a row get one, which the caller holds, or gives back by `forget`."""
+        """Return the rows of consecutive pages of a prompt, and add missing rows. The first page has the index `index`
+        and follows the page with key `previous_key` or row `previous`. The caller calls `hold` or `forget` for the
+        rows."""
         rows = self.find(keys)
         missing = (rows < 0).nonzero()[0]
         is_new = 0 < len(missing) == len(keys)
@@ -180,7 +181,7 @@ class PageTable(Columns):
         return rows
 
     def add_unnamed(self, num_pages: int, index: int) -> Rows:
-        """New rows of consecutive pages of a prompt, the first at `index`, without keys and links."""
+        """Add rows for consecutive pages of a prompt, the first at `index`, without keys and links."""
         is_short = index + num_pages <= self._num_rows
         return self._new(self.numbers[index : index + num_pages] if is_short else np.arange(index, index + num_pages))
 
@@ -190,7 +191,7 @@ class PageTable(Columns):
         self._row_of.update(zip(keys, rows.tolist(), strict=True))
 
     def link(self, rows: Rows, previous: int = NO_ROW) -> None:
-        """Record that the pages of these rows are consecutive in a prompt, the first behind that of `previous`."""
+        """Record that the pages of these rows are consecutive in a prompt, the first after that of `previous`."""
         if not len(rows):
             return
         before = np.empty_like(rows)
@@ -201,7 +202,7 @@ class PageTable(Columns):
             self.refs[before[unknown]] += 1  # each row occurs once
 
     def link_new(self, rows: Rows, previous: int = NO_ROW) -> None:
-        """The same for new rows, which have neither links nor references."""
+        """Link new rows, which have neither links nor references, in the same way."""
         at = self.span(rows) if len(rows) >= self.many else rows
         if isinstance(at, slice):
             self.previous[at.start + 1 : at.stop] = rows[:-1]
@@ -214,17 +215,17 @@ class PageTable(Columns):
             self.refs[previous] += 1
 
     def with_paths(self, rows: Rows, seen: Seen) -> Rows:
-        """Rows with the rows of all known pages before them, in the order of each prompt, without rows that are `seen`
-        already."""
+        """Return rows with the rows of all known pages before them, in the order of each prompt, without rows that are
+        in `seen`."""
         new = rows[seen.age[rows] != self.age[rows]]
-        is_path = bool((self.previous[new[1:]] == new[:-1]).all())  # then only the first has others before it
+        is_path = bool((self.previous[new[1:]] == new[:-1]).all())  # then only the first row has other rows before it
         num_walked = min(1, len(new)) if is_path else len(new)
         found, previous_of, age_of, seen_of = list[int](), self.previous.item, self.age.item, seen.age.item
         for last in new[:num_walked].tolist():
             start, row = len(found), last
             while row >= 0 and age_of(row) != seen_of(row):
                 before = previous_of(row)
-                if before == row - 1 >= 0:  # a run of rows, each behind the row with the number before its own
+                if before == row - 1 >= 0:  # a run of rows in which each row follows the row with the previous number
                     first = max(0, row - _RUN_ROWS)
                     has_end = self.previous[first + 1 : row + 1] != self.numbers[first:row]
                     has_end |= seen.age[first:row] == self.age[first:row]
@@ -254,7 +255,7 @@ class PageTable(Columns):
             self.forget(rows)
 
     def forget(self, rows: Rows) -> None:
-        """Free those of these rows that nothing refers to."""
+        """Free the rows among these that have no references."""
         if self.refs[self.span(rows)].all():
             return
         needless = self._needless(rows)
@@ -262,12 +263,12 @@ class PageTable(Columns):
         cut = self.previous[at]
         is_start = np.ones(len(needless), np.bool_)
         is_start[1:] = cut[1:] != needless[:-1]
-        cut = cut[is_start]  # a needless row has no other follower than the next of `needless`
+        cut = cut[is_start]  # the only follower of a needless row is the next one of `needless`
         unneeded = list[int]()
         for last in cut[cut >= 0].tolist():
             before = last
             self.refs[before] -= 1
-            while not self.refs[before]:  # a row that only rows behind it needed
+            while not self.refs[before]:  # a row to which only following rows referred
                 unneeded.append(before)
                 before = int(self.previous[before])
                 if before < 0:
@@ -288,8 +289,8 @@ class PageTable(Columns):
         self._free[self._first_free : self._first_free + len(freed)] = freed
 
     def _needless(self, rows: Rows) -> Rows:
-        """Those of these rows that have no references, or only that of the next one of `rows`, which is needless
-        too."""
+        """Return the rows without references; a reference of the next row of `rows` does not count if that row has none
+        either."""
         at = self.span(rows) if len(rows) >= self.many else rows
         if not (ages := self.age[at]).all():
             at = rows = rows[ages > 0]
@@ -304,11 +305,11 @@ class PageTable(Columns):
         return rows[is_needless]
 
     def sweep(self) -> None:
-        """Free all rows without references: a call that raised may have named pages only."""
+        """Free all rows without references. A call that raised may have left such rows."""
         self.forget(np.flatnonzero(self.refs == 0))
 
     def violations(self) -> list[str]:
-        """Contradictions between the rows, their keys and the free rows."""
+        """Return the contradictions between rows, keys and free rows."""
         used = np.flatnonzero(self.age)
         found = [
             f"free rows have {name}"

@@ -1,13 +1,12 @@
-"""The radix tree: which prefixes the device has, who needs them, and which is evicted next.
+"""The radix tree: the prefixes on the device, their locks, and their eviction.
 
-A node names rows of the page table, and columns say everything else of a page: `DevicePages`, one for each component.
-The tree never calls anyone: insertion returns what was already there, eviction returns the slots and states that became
-free, and the caller acts on them. One thread, the scheduler's, may use it.
+A node has rows of the page table. All other properties of its pages are columns: one `DevicePages` per component. The
+tree calls no other part: an insertion returns the slots that the tree already had, an eviction returns the slots and
+states to free, and the caller frees them. Scheduler thread only.
 
-Invariants after every call, which `check()` proves:
-    the device has every page of every node, so what it has forms a prefix of every path;
-    a page has windows or a state only if it has its slots, and a lock on these if it has one on those;
-    of each component, evictable + protected is what the device has.
+Invariants after every call, which `check()` verifies: the device has all pages of all nodes, so it has a prefix of
+every path. A page with a window or state also has its slots, and they are locked if the window or state is. For each
+component, evictable + protected = size on the device.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ Expectation = Mapping[Component, Rows]
 
 
 class RadixTree(Columns):
-    """See the module. `page_size`: tokens of a tree page. Prefixes never meet across namespaces.
+    """The prefix tree of the device, see the module. `page_size`: tokens of a page. Prompts of different namespaces
+    share no pages.
 
-    `components`: all components except FULL. `policy`: the eviction order of every component. `events`: a log that gets
-    the pages that the tree adds and loses, at the cost of their keys. `is_below`: whether a tier below has the window
-    or state that the last page of a leaf lacks, so that a match may end in the leaf. `has_lower_tier`: evicted pages go
-    to a tier below, so that a match may continue there behind any leaf. `below`: the full pages of a tier below, in
-    whose table a page has one row for both tiers; None: the tree has its own table, and computes keys only on demand.
+    `components`: all components except FULL. `policy`: the eviction order of every component. `events`: a log of the
+    pages that the tree adds and removes; it requires their keys. `is_below`: whether a tier below has the window or
+    state that the last page of a leaf lacks, so that a match may end in the leaf. `has_lower_tier`: evicted pages go to
+    a tier below, so that a match may continue there behind any leaf. `below`: the full pages of a tier below, in whose
+    table a page has one row for both tiers; None: the tree has its own table, and computes keys only on demand.
 
     `node`: number of the node that a row of the device lies in, else -1. `pages`: the pages of each component on the
     device.
@@ -103,11 +103,12 @@ class RadixTree(Columns):
         return len(self._nodes)
 
     def node_of(self, row: int) -> TreeNode:
-        """The node that a row of the device lies in."""
+        """Return the node that has a row of the device."""
         return self._nodes[int(self.node[row])]
 
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
-        """The longest prefix of `tokens` whose full pages the device has. Changes nothing, recency included."""
+        """Return the longest prefix of `tokens` whose full pages are on the device. Changes nothing, not even
+        recency."""
         nodes, pieces, pos = list[TreeNode](), list[Rows](), 0
         raw, page, num_tokens = bytes_of(tokens), self.page_size, len(tokens)
         node: TreeNode | None = self.root
@@ -126,7 +127,7 @@ class RadixTree(Columns):
         return Match(namespace, tuple(nodes), _joined(pieces), pos)
 
     def usable_len(self, match: Match) -> int:
-        """Length of the longest prefix of a match that all components can use."""
+        """Return the length of the longest prefix of a match that all components can use."""
         if len(self.components) == 1:
             return match.full_len
         page, held = self.page_size, {name: pages.has(match.rows) for name, pages in self.pages.items()}
@@ -134,21 +135,21 @@ class RadixTree(Columns):
         last = {name: np.maximum.accumulate(np.where(has, np.arange(len(has)), -1)) for name, has in held.items()}
 
         def gap(component: TreeComponent, start: int, end: int) -> int | None:
-            """Where the last gap among the pages of tokens [start, end) begins; None: the device has all of these."""
+            """Return the start of the last gap among the pages of tokens [start, end); None if there is no gap."""
             lacking = np.flatnonzero(~held[component.name][start // page : end // page])
             return None if not len(lacking) else (int(last[component.name][start // page + lacking[-1]]) + 1) * page
 
         return last_end(self.components[1:], match.full_len, 0, gap)
 
     def to_protect(self, name: Component, match: Match, end: int, length: int) -> int:
-        """The size of the evictable pages of a component that a lock at the first `end` tokens of a match protects, for
-        a prefix of `length` tokens."""
+        """Return the size of the evictable pages of a component that a lock at token `end` of a match would protect,
+        for a prefix of `length` tokens."""
         component, pages = self._by_name[name], self.pages[name]
         rows = match.rows[component.first_required(length) // self.page_size : end // self.page_size]
         return int(np.count_nonzero(pages.order.is_held[rows] & (pages.order.locks[rows] == 0))) * pages.size
 
     def path_rows(self, node: TreeNode, start: int = 0) -> Rows:
-        """The pages of the prefix that ends with `node`, from the one that token `start` lies in. The caller does not
+        """Return the pages of the prefix that ends with `node`, from the page of token `start` on. The caller must not
         change the array."""
         end, num_tokens, rows = self._path
         if end is node and num_tokens == node.depth_tokens:
@@ -162,12 +163,12 @@ class RadixTree(Columns):
         return rows
 
     def required_rows(self, name: Component, node: TreeNode) -> Rows:
-        """The pages whose values of a component a prefix that ends with `node` uses."""
+        """Return the pages whose values of a component are needed by the prefix that ends with `node`."""
         return self.path_rows(node, self._by_name[name].required_from(node))
 
     def alone_rows(self, node: TreeNode, start: int = 0) -> Rows:
-        """The pages of the path to `node`, behind `start` tokens, that only this prompt has; none if another prompt
-        continues behind `node`."""
+        """Return the pages of the path to `node`, after `start` tokens, that only this prompt has; none if another
+        prompt continues after `node`."""
         pieces = list[Rows]()
         while node.parent is not None and node.depth_tokens > start and len(node.children) <= bool(pieces):
             pieces.append(node.rows)
@@ -175,14 +176,14 @@ class RadixTree(Columns):
         return _joined(pieces[::-1])
 
     def nodes(self) -> list[TreeNode]:
-        """All nodes but the root, parents first."""
+        """Return all nodes without the root, parents first."""
         found = list(self.root.children.values())
         for node in found:
             found.extend(node.children.values())
         return found
 
     def nodes_of(self, rows: Rows) -> dict[TreeNode, int]:
-        """The nodes that these rows lie in, in the order of their first rows, with the number of rows in each."""
+        """Return the nodes of these rows, in the order of their first rows, with the number of rows in each."""
         if len(rows) == 1:
             return {self.node_of(rows[0]): 1}
         if not len(rows):
@@ -197,12 +198,12 @@ class RadixTree(Columns):
         return found
 
     def by_node(self, rows: Rows) -> list[Rows]:
-        """These rows, grouped by node in the order of their first rows, each group in the order of the prompt."""
+        """Group rows by node, in the order of their first rows; each group is in the order of the prompt."""
         parts = [rows[self.node[rows] == node.id] for node in self.nodes_of(rows)]
         return [part[np.argsort(self.table.index[part])] for part in parts]
 
     def event_pages(self, rows: Rows) -> PromptPages:
-        """Consecutive pages of a prompt, for events."""
+        """Return consecutive pages of a prompt as events report them."""
         page, index, pieces = self.page_size, self.table.index, list[Tokens]()
         before, start, end = int(self.table.previous[rows[0]]), int(index[rows[0]]), int(index[rows[-1]]) + 1
         for node in self.nodes_of(rows):
@@ -214,7 +215,7 @@ class RadixTree(Columns):
         return PromptPages(self.table.keys_of(rows), previous_key, np.concatenate(pieces), namespace)
 
     def values(self, name: Component) -> torch.Tensor:
-        """All values of a component on the device, in no order."""
+        """Return all values of a component on the device, in no order."""
         return self.pages[name].value(self.pages[name].rows_held())
 
     def evictable(self, name: Component) -> int:
@@ -226,7 +227,7 @@ class RadixTree(Columns):
     # Growing
 
     def node_at(self, match: Match, length: int) -> TreeNode:
-        """The node that ends after the first `length` tokens of the match, split off if necessary."""
+        """Return the node that ends after the first `length` tokens of the match, split if necessary."""
         node, pos = self.root, 0
         for below in match.nodes:
             if pos == length:
@@ -247,7 +248,7 @@ class RadixTree(Columns):
         donated: Mapping[Component, torch.Tensor] | None = None,
         keys: Sequence[bytes] = (),
     ) -> Inserted:
-        """Add complete pages `tokens` behind `parent`, with slots `value`, which are copied, and without locks.
+        """Add complete pages `tokens` after `parent`, without locks. `value`: their slots, which are copied.
 
         Stops before a page that a load in flight writes, because the load may fail (`Inserted.accepted_len`).
         `window_from`: tokens from there on have window slots mapped to their slots; nodes end there. `donated`: values
@@ -291,7 +292,7 @@ class RadixTree(Columns):
         return Inserted(node, _joined(gained), slots, tuple(adopted), pos, attached)
 
     def withdraw(self, inserted: Inserted) -> None:
-        """Undo an insertion before its pages are locked: its values are the caller's again. Splits stay."""
+        """Undo an insertion whose pages are not locked yet. Its values belong to the caller again. Splits stay."""
         rows = self.path_rows(inserted.node, inserted.node.depth_tokens - inserted.accepted_len)
         for name in inserted.attached:
             self.pages[name].leave(rows[-1:])
@@ -300,8 +301,8 @@ class RadixTree(Columns):
         self.remove(inserted.gained)
 
     def attach(self, node: TreeNode, name: Component, value: torch.Tensor) -> bool:
-        """Give the end of `node` a value `[1]` of a component, like a state that has consumed exactly the tokens up to
-        there. Returns False if it has one already; then `value` stays the caller's."""
+        """Attach a value `[1]` of a component to the end of `node`, for example a state that has consumed exactly the
+        tokens up to there. Returns False if the node has a value already; then `value` still belongs to the caller."""
         pages, end = self.pages[name], node.rows[-1:]
         if pages.has(end).all():
             return False
@@ -325,7 +326,7 @@ class RadixTree(Columns):
     # Locks and uses
 
     def lock(self, node: TreeNode, ahead: int = 0) -> None:
-        """Lock the prefix up to `node`, with its windows and states, for a prefix that ends `ahead` tokens behind
+        """Lock the prefix up to `node`, with its windows and states, for a prefix that ends `ahead` tokens after
         `node`."""
         if node.parent is None:
             return
@@ -355,12 +356,12 @@ class RadixTree(Columns):
             pages.unlock(self.path_rows(old, component.unlock_from(old, ahead)))
 
     def locked_rows(self, name: Component, node: TreeNode, ahead: int = 0) -> Rows:
-        """The pages of a component that a lock covers."""
+        """Return the pages of a component that a lock covers."""
         start = self._by_name[name].lock_from(node, ahead)
         return self.path_rows(node, start) if node.parent is not None else NO_ROWS
 
     def required(self, rows: Rows, length: int) -> Expectation:
-        """The pages that the first `length` tokens of the prefix of pages `rows` need, by component."""
+        """Return the pages that the first `length` tokens of the prefix `rows` need, by component."""
         found, page = dict[Component, Rows](), self.page_size
         for component in self.components:
             found[component.name] = rows[component.first_required(length) // page : length // page]
@@ -429,10 +430,10 @@ class RadixTree(Columns):
     # Eviction
 
     def evict(self, rows: Rows, name: Component) -> list[Released]:
-        """Evict unlocked pages of a component from the device; returns all values that the tree lost, to be freed.
+        """Evict unlocked pages of a component from the device. Returns all evicted values, which the caller frees.
 
-        Pages of FULL are at the ends of leaves, each before the page that it follows, and lose all their values. If no
-        match can end in the last page of a leaf any more, the page is removed, and so on with the page before it.
+        Pages of FULL must be at the ends of leaves, the last page first, and lose all their values. If no match can end
+        in the last page of a leaf any more, the page is removed, and so on with the page before it.
         """
         assert not self.pages[name].order.locks[rows].any(), "evicted what is locked"
         released, nodes = list[Released](), self.nodes_of(rows)
@@ -446,15 +447,15 @@ class RadixTree(Columns):
         return released
 
     def detach(self, rows: Rows, name: Component) -> Released:
-        """Take the values of one component from these pages, which may be locked."""
+        """Remove the values of one component from these pages, which may be locked, and return them."""
         pages = self.pages[name]
         released = Released(name, pages.value(rows), len(rows) * pages.size)
         pages.leave(rows)
         return released
 
     def remove(self, rows: Rows) -> list[Released]:
-        """Remove the nodes of pages `rows`, which may be locked, and which pages of no other node follow. Locks on them
-        are released as usual, because a removed node keeps its parent and its rows."""
+        """Remove the nodes of pages `rows`, which may be locked. No other nodes follow them. Locks on them are released
+        as usual, because a removed node keeps its parent and its rows."""
         released = list[Released]()
         for node in reversed(self.nodes_of(rows)):
             self._cut(node, len(node.rows), released)
@@ -487,7 +488,7 @@ class RadixTree(Columns):
     # Inside
 
     def _pieces(self, node: TreeNode, start: int) -> list[Rows]:
-        """The rows of each node of the path to `node`, from the root on, from the page that token `start` lies in."""
+        """Return the rows of each node of the path to `node`, from the root on, from the page of token `start` on."""
         pieces = list[Rows]()
         while node.parent is not None and node.depth_tokens > start:
             pieces.append(node.rows)
@@ -505,7 +506,7 @@ class RadixTree(Columns):
         namespace: str,
         known: Sequence[bytes],
     ) -> TreeNode:
-        """A new node of pages `tokens` behind `parent`, as slots `value`."""
+        """Make a new node of pages `tokens` with slots `value` after `parent`."""
         page, index = self.page_size, parent.depth_tokens // self.page_size
         before = int(parent.rows[-1]) if parent.parent is not None else NO_ROW
         if self._is_keyed:
@@ -533,7 +534,7 @@ class RadixTree(Columns):
         return node
 
     def _adopt(self, rows: Rows) -> Iterator[tuple[int, int]]:
-        """Give windows to those of these pages that lack them; yields these pages as intervals."""
+        """Attach windows to the pages that lack them. Yields these pages as intervals."""
         assert self._windows is not None
         lacks = np.concatenate(([False], ~self._windows.has(rows), [False]))
         bounds = np.flatnonzero(lacks[1:] != lacks[:-1]).tolist()
@@ -589,7 +590,7 @@ class RadixTree(Columns):
             node = above
 
     def _num_dead(self, leaf: TreeNode) -> int:
-        """How many pages at the end of a leaf are such that no match can end in them or continue behind them."""
+        """Return the number of pages at the end of a leaf in which no match can end or continue."""
         if self._full.order.locks[leaf.rows[-1]]:
             return 0
         most = 0
@@ -601,7 +602,7 @@ class RadixTree(Columns):
         return most
 
     def _violations(self, node: TreeNode) -> list[str]:
-        """Every broken rule of links, tokens and rows of one node."""
+        """Return the violations of links, tokens and rows of one node."""
         found, parent, page = list[str](), node.parent, self.page_size
         assert parent is not None
         where = f"node {node.id} at depth {node.depth_tokens}"
@@ -636,8 +637,8 @@ def _joined(pieces: Sequence[Rows]) -> Rows:
 
 
 def _names(tokens: Tokens, first: np.uint64, index: int) -> npt.NDArray[np.uint64]:
-    """Names of pages by their first tokens, the first at `index` behind a page named `first`. Equal names of different
-    prefixes are rare, and mix only the uses of these."""
+    """Return names of pages by their first tokens; the first page has the index `index` and follows a page named
+    `first`. Equal names of different prefixes are rare, and only add up their uses."""
     mixed = tokens.astype(np.uint64) + np.arange(index, index + len(tokens), dtype=np.uint64) * _NAME_FACTORS[0]
     mixed = (mixed ^ (mixed >> np.uint64(32))) * _NAME_FACTORS[1]
     names: npt.NDArray[np.uint64] = first + np.cumsum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64)

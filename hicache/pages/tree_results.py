@@ -1,4 +1,4 @@
-"""Records that the tree returns: a match, an insertion, and values that the tree has lost."""
+"""The records that the tree returns: a match, an insertion, and removed values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hicache.tiers import Component
 
 
 class Match(NamedTuple):
-    """The longest prefix whose full pages the device has: `rows` of its pages, which lie in `nodes` from the root on.
+    """The longest prefix whose full pages are on the device: the `rows` of its pages, and their `nodes` from the root
+    on.
 
     `RadixTree.usable_len` returns how much of it all components can use.
     """
@@ -24,15 +25,15 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """The result of offering tokens with slots to the tree; `node` ends behind the last token that the tree has.
+    """The result of an insertion of tokens with slots; `node` ends after the last token that the tree has.
 
-    [0, len(existing))              the tree had them as slots `existing`, which replace the offered ones
+    [0, len(existing))              the tree had them in slots `existing`, which replace the offered ones
     [len(existing), accepted_len)   the tree took them, as the pages `gained`
     [accepted_len, offered)         refused, because a load is in flight
 
-    `adopted`: intervals that the tree had without windows and now has with them: the caller maps the window slots of
-    the offered slots to those of `existing` before it frees the offered ones. `attached`: components whose donated
-    values the tree took.
+    `adopted`: intervals of existing pages that got windows by the insertion. The caller maps the window slots of the
+    offered slots to `existing` before it frees the offered slots. `attached`: components whose donated values the tree
+    accepted.
     """
 
     node: TreeNode
@@ -44,7 +45,7 @@ class Inserted(NamedTuple):
 
 
 class Released(NamedTuple):
-    """Values that the tree has lost and the caller frees. `size`: in tokens, or in states."""
+    """Values that the tree removed and that the caller frees. `size`: tokens or states."""
 
     component: Component
     value: torch.Tensor

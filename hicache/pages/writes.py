@@ -1,4 +1,4 @@
-"""Writes to a store: which pages of a tier it gets next, within a write budget. Engine and replay choose by this code.
+"""Writes to a store: which pages of a tier it gets next, within a write budget. Used by engine and replay.
 
 A store gets the rows that are HELD and have neither its bit of `writing` nor its bit of `stored`. It gets no pages of
 ended sessions and no raw pages. The mode of the store determines which of these rows are written next:
@@ -39,13 +39,13 @@ from hicache.pages.states import ABOVE, RAW, TierPages
 from hicache.pages.table import NO_ROWS, Mask, Names, Rows, Seen
 from hicache.tiers import Store
 
-BUCKET_S = 30.0  # seconds of the budget that may be written at once
-ROUND_SHARE = 0.5  # of a host pool: pages that are locked while they are written to the disk
-# Shares of the bucket: a store leaves EARLY below the first, COLD skips pages of one request below the second.
+BUCKET_S = 30.0  # capacity of the bucket, in seconds of the budget
+ROUND_SHARE = 0.5  # share of a host pool that may be locked by writes to the disk
+# Shares of the bucket: below the first, EARLY ends; below the second, COLD skips pages that only one request used.
 _EARLY_LEVEL, _ALL_COLD_LEVEL = 0.75, 0.5
 _MAX_EXAMINED = 2048  # pages of one eviction order in one round
-_BLOCK = 512  # pages of an eviction order whose prompts are followed at a time
-_WALK_SHARE = 1 / 16  # of a tier: after uses of this number of pages its eviction order is walked again
+_BLOCK = 512  # pages of an eviction order that are examined together with the pages before them
+_WALK_SHARE = 1 / 16  # share of a tier whose use starts another walk of its eviction order
 _REMEMBERED = 1 << 20  # pages; 8 MiB
 
 _NUM_FLAGS = np.uint64(3)
@@ -55,11 +55,11 @@ Clock = Callable[[], float]
 
 
 class WriteBudget:
-    """A token bucket of bytes that may be written. `bytes_per_s`: its rate; 0: unknown, and nothing is refused.
+    """A token bucket of bytes that may be written. `bytes_per_s`: its rate; 0: unknown, and no write is refused.
 
     In any interval of t seconds at most `bytes_per_s * (t + BUCKET_S)` bytes are spent. A page larger than the bucket
-    may exceed this once. The bucket starts empty, so that processes that crash and restart spend together no more than
-    one that runs as long. Bytes are reserved when they are sent, and spent when the store has written them.
+    may exceed this once. The bucket starts empty, so that a process that crashes repeatedly spends no more than one
+    that keeps running. Bytes are reserved when they are sent, and spent when the store has written them.
     """
 
     def __init__(self, bytes_per_s: float = 0.0, clock: Clock = time.monotonic) -> None:
@@ -85,7 +85,7 @@ class WriteBudget:
         return max(0.0, 1 - self._taken / (self._rate * BUCKET_S)) if self._rate else 1.0
 
     def num_fitting(self, num_pages: int, page_bytes: int) -> int:
-        """How many of `num_pages` pages fit the bucket; at least one if it is full."""
+        """Return how many of `num_pages` pages fit the bucket; at least one if it is full."""
         if not self._rate:
             return num_pages
         taken = self._taken
@@ -93,7 +93,7 @@ class WriteBudget:
         return max(0 if taken else 1, min(num_pages, left))
 
     def reserve(self, num_bytes: int) -> None:
-        """Take bytes that are sent from the bucket."""
+        """Reserve bytes for pages that are sent."""
         self._reserved += num_bytes
 
     def spend(self, num_bytes: int, num_reserved: int) -> None:
@@ -103,7 +103,7 @@ class WriteBudget:
 
     @property
     def _taken(self) -> float:
-        """Bytes that the bucket lacks now, including reserved ones."""
+        """Return the bytes that the bucket lacks now, including reserved ones."""
         return self._reserved + max(0.0, self._debt_bytes - self._rate * (self._clock() - self._at_s))
 
     def _owe(self, num_bytes: int) -> None:
@@ -116,9 +116,8 @@ class PageUses:
     """Remembers which pages one or several requests used, also after their eviction, and which were written and not
     read since.
 
-    `num_written`: pages that a store took and lacked before; `num_read`: number of these that were read later. Pages
-    are named by `names_of`. The table has `size` entries. The name of a page determines its entry, which another page
-    may overwrite.
+    `num_written`: new pages that a store accepted; `num_read`: those of them that were read later. Pages are named by
+    `names_of`. The table has `size` entries. The name of a page determines its entry, which another page may overwrite.
     """
 
     def __init__(self, size: int = _REMEMBERED) -> None:
@@ -131,7 +130,7 @@ class PageUses:
         self._table[entries] = known | flags | np.where(flags & _USED, _USED_TWICE, _USED)
 
     def used_twice(self, names: Names) -> Mask:
-        """Which pages several requests have used, bool `[names]`."""
+        """Return which pages several requests have used, bool `[names]`."""
         _, _, flags = self._look_up(names)
         is_twice: Mask = (flags & _USED_TWICE) == _USED_TWICE
         return is_twice
@@ -150,7 +149,8 @@ class PageUses:
         self.num_read += int(is_first.sum())
 
     def _look_up(self, names: Names) -> tuple[Names, Names, Names]:
-        """The entry of each page, its shifted name, and its flags: 0 if the entry belongs to another page."""
+        """Return the entry of each page, its shifted name, and its flags; the flags are 0 if the entry belongs to
+        another page."""
         entries, known = names % np.uint64(len(self._table)), names << _NUM_FLAGS
         found = self._table[entries]
         return entries, known, np.where(found & ~_FLAGS == known, found & _FLAGS, np.uint64(0))
@@ -160,10 +160,10 @@ class PageUses:
 class WriteSource:
     """The pages of one component, each of `page_bytes`, that a store gets. `max_pages`: of one round, at least one.
 
-    `num_left`: pages that the current round may still take. Of the walk through the colder half: `cold`, the rows that
-    have not been examined, in the order of eviction, and `cold_ages`; None if there is no walk. `found`: examined rows
-    that exceeded the last round. `num_used`: uses of pages since the walk began. `has_skipped`: pages were skipped
-    because only one request had used them. `seen`: rows that the walk has examined.
+    `num_left`: pages that the current round may still take. Walk through the colder half: `cold`: the rows that have
+    not been examined, in the order of eviction, with `cold_ages`; None if there is no walk. `found`: examined rows that
+    exceeded the last round. `num_used`: uses of pages since the walk began. `has_skipped`: pages were skipped because
+    only one request had used them. `seen`: rows that the walk has examined.
     """
 
     pages: TierPages
@@ -238,7 +238,7 @@ class WriteScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Pages that wait for their round."""
+        """The number of pages that wait for a round."""
         return sum([len(rows) for _, rows in self._waiting])
 
     def arrived(self, source: WriteSource, rows: Rows) -> None:
@@ -256,7 +256,8 @@ class WriteScheduler:
         self.is_done &= self.mode is not WriteMode.COLD
 
     def answered(self, num_pages: int) -> None:
-        """The store has answered for pages of the round, or its answer is late: then the next round does not wait."""
+        """Record that the store has answered for pages of the round, or that its answer is late and the next round does
+        not wait for it."""
         self.num_unanswered -= num_pages
         self.is_done &= self.mode is not WriteMode.COLD
 
@@ -268,7 +269,7 @@ class WriteScheduler:
         self.is_done = False
 
     def resume(self) -> None:
-        """End a drain: keep to the budget again."""
+        """End a drain. The budget applies again."""
         if self.mode is WriteMode.DRAIN:
             self.mode = WriteMode.EARLY
 

@@ -306,7 +306,7 @@ class BasePrefixCache(ABC):
     def _insert(
         self, params: InsertParams, known_len: int = 0, donated: Mapping[Component, torch.Tensor] | None = None
     ) -> tuple[Inserted, torch.Tensor]:
-        """Insert the full pages of a key behind its first `known_len` tokens, which are in the tree.
+        """Insert the full pages of a key after its first `known_len` tokens, which are in the tree.
 
         `donated` as in `RadixTree.insert`. Also returns the offered slots, int64 `[tokens]`."""
         tokens, namespace = self._packed(params.key)

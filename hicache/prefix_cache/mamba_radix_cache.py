@@ -221,7 +221,7 @@ class MambaRadixCache(BasePrefixCache):
         return length if stored else 0
 
     def _may_store(self, req: CachedRequest, length: int) -> bool:
-        """Return whether a state after `length` tokens can be stored: behind the last node, at the end of a page."""
+        """Return whether a state after `length` tokens can be stored: after the last node, at the end of a page."""
         return length > req.last_node.depth_tokens and length % self.page_size == 0
 
     def _store(

@@ -280,7 +280,7 @@ class CacheSimulation:
     # Between the tiers
 
     def _maybe_backup(self, rows: Rows) -> None:
-        """Back up the blocks behind the last block on the host, unless the write policy backs up at eviction."""
+        """Back up the blocks after the last block on the host, unless the write policy backs up at eviction."""
         if self.host is not None and not self._backs_up_at_eviction:
             order, absent = self.device.order, rows[len(rows) - _first_gap(~self.host.has(rows)[::-1]) :]
             self._backup(self.host, absent, order.policy.uses_of(order.at, absent))

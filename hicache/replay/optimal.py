@@ -106,7 +106,7 @@ def _num_ids(prompts: Sequence[Tokens]) -> int:
 
 
 class _FenwickTree:
-    """Numbers at the indices [0, size), and sums of the numbers behind an index: a Fenwick tree."""
+    """A Fenwick tree: numbers at the indices [0, size), and sums of the numbers after an index."""
 
     def __init__(self, size: int) -> None:
         self._sums = [0] * (size + 1)
@@ -120,7 +120,7 @@ class _FenwickTree:
             at += at & -at
 
     def after(self, at: int) -> int:
-        """Return the sum of the numbers behind the index `at`."""
+        """Return the sum of the numbers after the index `at`."""
         before, at = 0, at + 1
         while at:
             before += self._sums[at]

@@ -108,7 +108,8 @@ class ClientQueue(Generic[J, D]):
 
     @property
     def num_free(self) -> int:
-        """How many more jobs `submit` accepts. If too many are in flight, 0 unless the process would refuse them."""
+        """Return how many more jobs `submit` accepts. If too many are in flight, 0 unless the process would refuse
+        them."""
         return self._capacity - len(self.in_flight) or int(self.refuses())
 
     def refuses(self) -> bool:

@@ -125,7 +125,7 @@ class CacheComponent(ABC):
     def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
         self.config, self.tree, self.tree_component = engine.config, engine.tree, tree_component
         self.name: Component = tree_component.name
-        self.resident = engine.tree.pages[tree_component.name]  # what the device has of it
+        self.resident = engine.tree.pages[tree_component.name]  # its pages on the device
         self.counter, self.has_host = link.counter, link.host is not None
         # The host pool, its pages, and the transfers between host and device; used only if `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
@@ -203,7 +203,8 @@ class CacheComponent(ABC):
         return OutOfSlots(needed, self.available(), self.resident.evictable, in_flight)
 
     def take(self, slots: torch.Tensor) -> None:  # noqa: B027
-        """Allocate what belongs to new `slots` of a lease. The caller has made `size_of(len(slots))` available."""
+        """Allocate the windows or states of new `slots` of a lease. The caller has made `size_of(len(slots))`
+        available."""
 
     def size_of(self, num_slots: int) -> int:
         """Return the tokens or states that `take` needs for new slots."""

@@ -35,8 +35,8 @@ _MIN_WAIT_S = 0.5  # minimum wait in seconds, longer than the pauses of a workin
 class _Prompt:
     """A prompt with pages that are still to be loaded (`to_load`) and then computed (`to_compute`).
 
-    `to_compute` maps each key to the index of its page behind the first `start` tokens; `num_done` of these pages'
-    tokens are computed. `last`: the last key, which identifies the prompt when it is looked up again.
+    `to_compute` maps each key to the index of its page, counted from token `start`; `num_done` of these pages' tokens
+    are computed. `last`: the last key, which identifies the prompt when it is looked up again.
     """
 
     last: str

@@ -136,7 +136,7 @@ class Admission:
         return self._gate.add_candidate(request, start, max(req_context._offload_key_positions.values()))
 
     def _decide(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
-        # Chunks that another request has loaded meanwhile, or will load, need no row and no read.
+        # Chunks that another request has loaded since then, or will load, need no row and no read.
         spans = self._spans(self._cpu_rows.lacking(held) or held, req_context)
         if not spans:
             return

@@ -138,7 +138,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         self._computing = set[bytes]()  # hashes of the blocks that the step completes
         self._hashes_of = dict[OffloadKey, tuple[bytes, ...]]()  # of the blocks of a chunk, if it has several
         self._num_noted = dict[str, list[int]]()  # chunks of each request, by group, that were noted
-        self._excluded = set[OffloadKey]()  # chunks behind the `max_offload_tokens` of their request
+        self._excluded = set[OffloadKey]()  # chunks after the first `max_offload_tokens` tokens of their request
         self._offered = set[OffloadKey]()  # chunks below the watermark that the CPU tier has, or is storing
         self._arrived = dict[OffloadKey, str]()  # chunks with a finished transfer, and its request
         self._store_jobs = set[int]()  # jobs of chunks that the GPU evicts
@@ -385,7 +385,8 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         return [*blocks, last]
 
     def _note_chunks(self, req_ids: Iterable[str]) -> None:
-        """Note what only the requests know of their chunks: the hashes of the blocks, and whether it may be stored."""
+        """Record properties of chunks that only their requests have: the hashes of their blocks, and whether they may
+        be stored."""
         per_chunk = self.config.blocks_per_chunk
         for status in map(self._req_status.get, req_ids):
             if status is None or (per_chunk == 1 and status.max_offload_tokens is None):

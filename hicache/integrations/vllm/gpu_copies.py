@@ -60,8 +60,8 @@ class GpuCopies:
         self.ended.clear()
 
     def choose(self, num: int, protected: Container[OffloadKey]) -> list[OffloadKey]:
-        """At most `num` evictable chunks that the GPU also has, except `protected` ones. The chunk with the newest flag
-        is first: the GPU keeps it longest. The caller evicts the chunks."""
+        """Return at most `num` evictable chunks that the GPU also has, except `protected` ones. The chunk with the
+        newest flag is first: the GPU keeps it longest. The caller evicts the chunks."""
         chosen: list[OffloadKey] = []
         stale: list[OffloadKey] = []
         for key in reversed(self._evictable):

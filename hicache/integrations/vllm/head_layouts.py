@@ -1,4 +1,4 @@
-"""Finds the layout of heads in the layers behind the tensors of vLLM's cache.
+"""Finds the layout of heads in the layers whose KV is in the tensors of vLLM's cache.
 
 An `OffloadingSpec` gets tensors of bytes. While a worker creates its caches, vLLM's current configuration is available
 to all objects created then, including connectors.

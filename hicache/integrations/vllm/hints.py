@@ -83,7 +83,7 @@ def _read(context: ReqContext) -> Hints:
 
 
 def _found(context: ReqContext) -> tuple[str, object]:
-    """Where the request gives hints, and the hints, with hicache's names; None without hints."""
+    """Return the field in which the request gives hints, and the hints with hicache's names; None without hints."""
     params = context.kv_transfer_params or {}
     if params.get(_PARAM) is not None:
         return f"kv_transfer_params.{_PARAM}", params[_PARAM]
@@ -131,8 +131,8 @@ def by_group(chunks: Sequence[OffloadKey]) -> dict[int, list[OffloadKey]]:
 
 
 class Continuations:
-    """Which chunk follows each chunk in prompts, and so how much of a prompt others share. Remembers the `max_chunks`
-    chunks that were noted last."""
+    """Records which chunk follows each chunk in prompts, to find the part of a prompt that other prompts share.
+    Remembers the latest `max_chunks` chunks."""
 
     def __init__(self, max_chunks: int) -> None:
         self._max_chunks = max_chunks
@@ -148,7 +148,7 @@ class Continuations:
             self._next = dict(islice(known.items(), len(known) - self._max_chunks // 2, None))
 
     def num_shared(self, chunks: Sequence[OffloadKey]) -> int:
-        """How many of the first chunks of a prompt other prompts continue."""
+        """Return the number of leading chunks of a prompt that other prompts share."""
         for number in range(len(chunks), 0, -1):
             own = chunks[number] if number < len(chunks) else b""
             if self._next.get(chunks[number - 1], own) != own:

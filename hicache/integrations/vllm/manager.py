@@ -167,8 +167,8 @@ class HiCacheManager(TieringOffloadingManager):
         return stats
 
     def _count_missed(self, req_context: ReqContext) -> None:
-        """Count the complete chunks of a prompt that is computed from now on, by reason. They are those behind the
-        GPU's and the loaded ones, of the group of layers that vLLM looks up first."""
+        """Count the complete chunks of a prompt that is computed from now on, by reason. They follow the chunks of the
+        GPU cache and the loaded chunks, in the group of layers that vLLM looks up first."""
         asked = _asked(req_context)
         if asked.first is None:
             return  # the GPU has all chunks but the last

@@ -50,7 +50,7 @@ class _Chunk:
 @dataclass(slots=True)
 class _RequestTick:
     """The ticks of a request. `owner`: the policy that assigned them. `tick`: the time of the request's first chunk.
-    Chunks behind the first `num_ticks` have the time of the last tick."""
+    Chunks after the first `num_ticks` have the time of the last tick."""
 
     owner: object
     tick: int
@@ -383,8 +383,8 @@ class FIFOPolicy(HiCachePolicy):
 
 
 class ARCPolicy(ARCCachePolicy):
-    """vLLM's `arc`, which keeps what a request waits for (`promotions`), and evicts first what the GPU also has
-    (`gpu_copies`)."""
+    """vLLM's `arc`. It keeps chunks for which a request waits (`promotions`), and first evicts chunks that the GPU also
+    has (`gpu_copies`)."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)

@@ -380,7 +380,7 @@ class HiCacheTier(SecondaryTierManager):
         load.left -= len(done.ok)
         self._last_progress_s = self._disk.clock()
         for job_id, other in self._loads.items():
-            if job_id >= done.ticket:  # also loads that wait behind it
+            if job_id >= done.ticket:  # also loads that wait for it
                 other.progress_s = self._last_progress_s
         self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds)
         if not load.left:
