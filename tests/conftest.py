@@ -39,7 +39,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.envi
 HAS_CUDA = torch.cuda.is_available()
 _MAX_KEPT_BYTES = 1 << 30  # of device memory, by a worker between two tests
 
-# The default run is the same each time, and so is its verdict; `make test-all` draws anew, ten times as many.
+# The default run is the same each time, and so is its verdict; `make test-all` draws new examples, ten times the
+# number.
 _all = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("quick", max_examples=15, derandomize=True, **_all)
 settings.register_profile("unshrunk", settings.get_profile("quick"), phases=set(Phase) - {Phase.shrink, Phase.explain})

@@ -190,7 +190,7 @@ MUTATIONS = (
 
 
 def copy_tree(target: Path) -> None:
-    """The files of the repository, and beside them the package as it installs."""
+    """The files of the repository, and the package as it is installed."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
         "\n"
     )

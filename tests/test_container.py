@@ -27,7 +27,7 @@ MOUNTED = ("/usr", "/etc/alternatives", sys.base_prefix, *PACKAGES)
 ENVIRONMENT = {"PATH": f"{sys.base_prefix}/bin:/usr/bin:/usr/sbin", "PYTHONPATH": ":".join(PACKAGES)}
 USERS = {"etc/passwd": "root:x:0:0::/:/bin/sh\n", "etc/group": "root:x:0:\n"}
 OFFLINE = "[global]\nno-index = true\nno-build-isolation = false\n"
-# Of what a container may have by default, which a sandbox may not grant.
+# Limits below the defaults of a container, which a sandbox may not grant.
 LIMITS = ("--network", "none", "--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 SERVE = ("serve", "--model", "random", "--disk-path", "/data/pages", "--device-tokens", "4096", "--host-bytes", "8MiB")
 ASK = """
@@ -70,7 +70,7 @@ MACHINE = mounts({path: path for path in MOUNTED})
 
 
 def base_of(folder: Path) -> Path:
-    """An image of links into /usr, which is mounted, and of what is no program."""
+    """An image of links into the mounted /usr, and of all files that are no programs."""
     with tarfile.open(folder / "base.tar", "w") as base:
         for name in ("bin", "sbin", "lib", "lib64"):
             base.add(f"/{name}", name, recursive=False)

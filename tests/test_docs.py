@@ -64,7 +64,7 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, set[str]]:
-    """By what stands before them, the words that may follow."""
+    """The words that may follow each command."""
     files = [*(ROOT / "bench").glob("*.py"), *(ROOT / "bench").glob("*/__init__.py")]
     return {
         "hicache": {*cli._COMMANDS},
@@ -126,7 +126,7 @@ def test_missed_targets_are_named() -> None:
 
 
 def test_settings_of_servers_are_taken() -> None:
-    """What the pages give to copy is JSON, and the plug-in that it names takes it."""
+    """Examples of configurations on the pages are JSON that the named plug-in accepts."""
     checked = 0
     pages = [ROOT / "README.md", *(ROOT / "docs/integrations").glob("*.md")]
     flag = r"--(?:kv-transfer-config|[\w-]*backend-extra-config) '(\{.*?\})'"

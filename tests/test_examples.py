@@ -77,8 +77,8 @@ def _attend_causally(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_small_engine_serves_what_was_computed(seed: int) -> None:
-    """Over random histories of requests that share beginnings and overlap, what comes from the cache is what a model
-    computes, every slot and page is free or has one owner, and who is refused leaves no trace."""
+    """Over random histories of overlapping requests with common prefixes, cached KV equals computed KV. Each slot and
+    page is free or has one owner, and a refused request changes nothing."""
     tiny, rng = runpy.run_path(str(TINY_ENGINE)), np.random.default_rng(seed)
     engine, truth_of = tiny["TinyEngine"](num_slots=40, num_pages=12), tiny["kv_of"]
     stems = [rng.integers(0, 3, 30) for _ in range(3)]
@@ -113,7 +113,7 @@ def test_the_small_engine_serves_what_was_computed(seed: int) -> None:
 
 
 def _slots_in_use(engine: Any, leases: list[Any]) -> list[int]:
-    """Those of the tree, and of leases behind what they have in it."""
+    """Slots of the tree, and of leases after their prefix in the tree."""
     nodes = [engine.root]
     for node in nodes:
         nodes.extend(node.children.values())
@@ -122,7 +122,7 @@ def _slots_in_use(engine: Any, leases: list[Any]) -> list[int]:
 
 
 def test_the_tour_shows_the_whole_small_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its blocks of code are the program, in its order, and what it says that the program prints is what it prints."""
+    """The blocks of code are the program, in its order, and the printed output is that of the program."""
     tour = (ROOT / "docs/tour.md").read_text()
     shown = "".join(re.findall(r"```python\n# examples/tiny_engine.py\n(.*?)```", tour, re.DOTALL)).splitlines()
     program = TINY_ENGINE.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The end of a process, or of an engine, that nobody closed: threads stop, the status stays, the store is whole.
+"""A process or an engine ends without `close`: threads stop, the exit status is kept, the store is complete.
 
 And the end of a fork, which is none of theirs.
 """

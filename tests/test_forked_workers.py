@@ -66,8 +66,8 @@ def _run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
-    """A failure is told with its output, `-x` ends the run early, and who kills a worker is named. What tests of two
-    files share for the whole run is made once."""
+    """A failure is reported with its output, `-x` ends the run early, and a test that kills its worker is named.
+    Fixtures of the session that two files use are made once."""
     (tmp_path / "pytest.ini").touch()
     below = tmp_path / "below"
     below.mkdir()

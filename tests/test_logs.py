@@ -40,7 +40,7 @@ def record(text: str, *arguments: object) -> logging.LogRecord:
 
 @pytest.mark.usefixtures("patient")
 def test_a_log_that_nobody_reads_is_waited_for_by_nobody(pipe: tuple[int, int]) -> None:
-    """Lines are dropped while nobody reads; once somebody does, their number is told."""
+    """Lines are dropped while no process reads them; the next read line has their number."""
     reader, fd = pipe
     writer, num_lines, printed = LineWriter(fd, max_lines=8), 2000, bytearray()
     writer.setFormatter(JsonLines())

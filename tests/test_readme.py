@@ -34,7 +34,7 @@ def table_rows(text: str = "") -> list[Row]:
 
 
 def is_rounded(figure: str, value: float) -> bool:
-    """Whether `figure` is `value`, rounded to as many decimals as `figure` has."""
+    """Whether `figure` is `value`, rounded to the decimals of `figure`."""
     return figure.replace(" ", "") == f"{value:.{len(figure.partition('.')[2])}f}"
 
 
@@ -56,8 +56,8 @@ def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
 
 
 def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
-    """Within 40 lines, and README has at most three tables. Before it stand for whom it is, that it is alpha, and three
-    gains, whose figures are those of the table further down."""
+    """Within 40 lines, and README has at most three tables. Before it are the intended users, the word alpha, and three
+    gains with figures of the table below."""
     lines = README.read_text().splitlines()
     command = lines[:40].index("    make demo")
     assert any(line.startswith("    identical: yes") for line in lines[:40])

@@ -1,4 +1,4 @@
-"""The documentation as a site, as `make docs` builds it, and what its hooks add to the pages of docs/."""
+"""The documentation as a site, as `make docs` builds it, with the additions of its hooks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hicache.pages.table import names_of
 Unused = tuple[int, int, int]
 
 _HELP = {reason.label: text for reason, text in MISS_HELP.items()} | {
-    "tail": "behind the last complete page; at least one token of each prompt is computed",
+    "tail": "after the last complete page; at least one token of each prompt is computed",
     "unknown": "of an engine without a host tier, which remembers no evicted pages",
 }
 

@@ -20,8 +20,9 @@ OPERATION = st.tuples(
 
 @given(page_size=st.sampled_from([1, 4]), need_sort=st.booleans(), steps=st.lists(OPERATION, min_size=20, max_size=30))
 def test_conservation(device: str, page_size: int, need_sort: bool, steps: list[tuple[str, int]]) -> None:
-    """After any calls each slot but those of page 0 is free or allocated once; pages come whole and in order; what does
-    not fit is None and changes nothing; a snapshot brings the free list back, however often."""
+    """After any calls, each slot outside of page 0 is free or allocated once. Pages are complete and in order. An
+    allocation that does not fit returns None and changes nothing. A snapshot restores the free list any number of
+    times."""
     total = 8 * page_size
     allocator = single(total, need_sort, device) if page_size == 1 else paged(total, page_size, need_sort, device)
     held: list[list[int]] = []
@@ -79,7 +80,7 @@ def test_freed_pages_merge_when_short(need_sort: bool) -> None:
 
 
 def test_kept_slots_keep_no_parent() -> None:
-    """What `alloc` returns and what is freed has storage of its own size: no slice keeps a long tensor alive."""
+    """Allocated and freed tensors have storage of their own size, so no slice keeps a long tensor alive."""
     allocator = single(1000)
     slots = must(allocator.alloc(4))
     assert slots.untyped_storage().nbytes() == 4 * 8

@@ -130,14 +130,15 @@ def test_any_history_conserves_slots(device: str, history: list[tuple[str, int]]
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_the_mapping_is_read_when_a_free_is_requested(device: str, page: int) -> None:
-    """A free in a group frees the window slots that are mapped then, not those mapped anew before the group ends."""
+    """A free in a group frees the window slots that are mapped then, not window slots that are mapped later in the
+    group."""
     allocator = windowed(4 * page, 4 * page, page, device, need_sort=False)
     a, b = must(allocator.alloc(2 * page)), must(allocator.alloc(2 * page))
     allocator.free_group_begin()
     allocator.free(a)
     assert sizes(allocator) == (0, 0)
     assert not allocator.translate_loc_from_full_to_swa(a).any()
-    # The slots of `a` are mapped anew before the group ends; the group must not free their new window slots.
+    # The slots of `a` get new window slots before the group ends, which the group must not free.
     allocator.full_to_swa_index_mapping[a] = allocator.translate_loc_from_full_to_swa(b)
     allocator.full_to_swa_index_mapping[b] = 0
     kept = allocator.translate_loc_from_full_to_swa(a)
@@ -150,8 +151,8 @@ def test_the_mapping_is_read_when_a_free_is_requested(device: str, page: int) ->
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_bad_calls_raise_and_change_nothing(page: int) -> None:
-    """Slots freed twice or never allocated, pages whose window was freed and that new tokens would fill, windows that
-    cannot move, lengths that do not add up and snapshots of others raise, and change neither allocator."""
+    """These raise and change neither allocator: slots freed twice or never allocated; extending a page whose window was
+    freed; windows that cannot move; wrong lengths; snapshots of another allocator."""
     allocator = windowed(12 * page, 12 * page, page)
     slots, bare, removed = (must(allocator.alloc(n * page)) for n in (3, 3, 1))
     allocator.free_swa(bare)
@@ -184,7 +185,7 @@ def test_bad_calls_raise_and_change_nothing(page: int) -> None:
     allocator.move_window(slots[:0], bare[:0])
     assert lists(allocator) == before
     allocator.check()
-    # What can move moves, and the last window slots go to those that have none.
+    # Slots that can move are moved, and the last window slots are mapped to slots without windows.
     windows = allocator.translate_loc_from_full_to_swa(slots).tolist()
     allocator.move_window(slots, bare)
     assert allocator.translate_loc_from_full_to_swa(torch.cat((slots, bare))).tolist() == [0] * 3 * page + windows

@@ -43,7 +43,7 @@ def _report() -> Report:
 
 
 def test_rates_and_times_stand_beside_what_bounds_them() -> None:
-    """A GB/s is 1e9 bytes in one second, of as many bytes as each side moved; a time is in the unit asked for."""
+    """A GB/s is 1e9 bytes in one second, counting the bytes that each side moved; a time is in the unit asked for."""
     report = _report()
     rate = report.rate(
         "r", 3_000_000_000, [1.0, 2.0, 3.0], ceiling_seconds=[0.5], ceiling_bytes=1_000_000_000, target=0.9
@@ -127,7 +127,7 @@ def test_variants_run_in_turns() -> None:
 
 
 def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
-    """Each raw copy writes ones over the zeros of its targets, as many bytes as it counts, at every run."""
+    """Each raw copy overwrites the zeros of its targets with ones: at each run, exactly the bytes that it counts."""
     num_bytes = (1 << 16) + 7
     copies = common.raw_copies(torch.device(device), num_bytes)
     assert {n: c.num_bytes for n, c in copies.items()} == {n: num_bytes * (1 + (n == "both")) for n in copies}

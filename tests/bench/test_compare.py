@@ -1,4 +1,4 @@
-"""Two results compared: what counts as a regression, and what cannot be compared."""
+"""Comparisons of two results: regressions, and results that cannot be compared."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ signal.pause()
 
 @pytest.mark.parametrize(("mode", "status"), [("signalled", 128 + signal.SIGTERM), ("exits", 7)])
 def test_a_command_as_process_1(mode: str, status: int) -> None:
-    """Orphans are waited for; a signal that somebody sends reaches the command, which has its default action; the
-    status is the command's, or 128 and its signal."""
+    """Orphans are waited for; a signal to process 1 reaches the command, which has its default action; the status is
+    the command's, or 128 and its signal."""
     with Program(AS_PROCESS_1, mode) as first:
         assert first.stdout is not None
         orphan, child = map(int, first.stdout.readline().split())

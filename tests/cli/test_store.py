@@ -1,4 +1,4 @@
-"""`hicache store` as an operator meets it: on real stores, beside a writer, encrypted, damaged, cut off."""
+"""`hicache store` on real stores: with a concurrent writer, encrypted, damaged and truncated."""
 
 from __future__ import annotations
 

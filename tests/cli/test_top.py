@@ -1,4 +1,4 @@
-"""`hicache top` without a server of ours: wrong addresses, one that goes away, and what it computes of two readings."""
+"""`hicache top` without hicache's server: wrong addresses, a server that ends, and the figures of two readings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ANSWERS += [(200, ""), (200, '{"figures": []}'), (200, '{"figures": {"a": 1}}')]
 
 @pytest.mark.parametrize(("status", "text"), ANSWERS, ids=[f"{status}-{text[:9]}" for status, text in ANSWERS])
 def test_another_server_is_one_line(status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What answers, and is no hicache server, ends with status 2 and one line that names it."""
+    """If the server is not hicache's, the command ends with status 2 and one line that names the server."""
     with http_server(status, text) as (host, port):
         assert f"http://{host}:{port} is no hicache server: " in refused(capsys, "top", f"{host}:{port}")
 
@@ -75,7 +75,7 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A port where nobody listens, and a server that speaks no HTTP: one line with the address."""
+    """A closed port, and a server that speaks no HTTP: one line with the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -128,8 +128,8 @@ def reading(time_s: float, start_time_s: float = 1.0, **figures: float) -> Readi
 
 
 def test_what_two_readings_say() -> None:
-    """Rates and hit rates are over the window, since the start over everything; a server that was started anew begins
-    anew, and what never happened has no rate."""
+    """Rates and hit rates are those of the window, or since the start. After a restart of the server they begin again.
+    Events that never happened have no rate."""
     history = History(reading(0, prompt__tokens=1000, hit_tokens__host=100, tokens__computed=900), window_s=10)
     assert history.change is None and history.last.hit_rate("host") == 0.1
     for second in range(1, 31):

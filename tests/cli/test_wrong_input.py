@@ -26,7 +26,7 @@ ESCAPES = "\x1b[2J\x1b]0;mine\x07 \x9b31m \u202e \r\n\ud800 end"
 
 
 def record(identity: object = None, page_bytes: object = 4096, **settings: object) -> bytes:
-    """What a store says of itself, with these changes."""
+    """The description of a store, with these changes."""
     formats = [{"page_bytes": page_bytes, "filter": {"kind": "none"}}]
     content = {"format": 1, "identity": identity or {"model": "m"}}
     content["settings"] = {"budget_bytes": 8 << 20, "durability": "relaxed", "level": 1, "formats": formats, **settings}
@@ -62,7 +62,7 @@ FILES = {
 DEMO = "demo --model random --documents 1 --turns 1 --document-tokens 2400 --max-new-tokens 1"
 PLAN = "plan --model {tmp}/model --gpu 1GiB --host-memory 2MiB --max-running 2 --max-context-len 256"
 
-# What every row adds to the command, and what the line names.
+# The arguments of each case, and the text that the error line must have.
 TABLES: dict[str, list[tuple[str, str]]] = {
     "": [("", "COMMAND"), ("polish", "polish")],
     DEMO: [

@@ -73,7 +73,7 @@ def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
     assert EngineConfig.from_dict({**plain, "disk": dataclasses.asdict(disk)}) == python
 
 
-# What is wrong, and the settings that the message names.
+# A fault, and the settings that the message must name.
 WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"page_size": 48}, "host_page_size=64"),
     ({"device_tokens": 15, "host_bytes": 0}, "device_tokens=15"),
@@ -104,7 +104,7 @@ def test_wrong_settings_are_named(changes: dict[str, Any], named: str) -> None:
 
 
 def test_a_section_is_of_its_class() -> None:
-    """What is built directly takes sections as their classes alone, and a size is required."""
+    """A configuration built in Python takes sections only as their classes, and requires a size."""
     for changes in ({"disk": {"path": "/x"}, "model_id": "m"}, {"advanced": {"staging_bytes": 1 << 20}}):
         with pytest.raises(ConfigError):
             EngineConfig(device_tokens=1024, **changes)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_the_dtype_of_a_model_is_not_known_early() -> None:
         _ = EngineConfig(device_tokens=64).torch_dtype
 
 
-# What no whole number, no size and no number takes.
+# Values that no integer, size or number setting accepts.
 NO_NUMBER = [None, True, "", "x", "nan", "inf", [1], {}, b"1", float("nan"), float("inf"), -float("inf"), 1j]
 NO_INTEGER = [*NO_NUMBER, 64.0, 64.9, "64.9", -1, 1 << 63, 10**30, "9" * 30, "9" * 5000, 10**5000]
 WRONG: dict[type[Setting], list[object]] = {
@@ -243,7 +243,7 @@ BROKEN_FILES = [
 
 @pytest.mark.parametrize("content", BROKEN_FILES, ids=lambda content: repr(content[:24]))
 def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
-    """Whatever stands in the file of a configuration, it is read or refused in one line, beside flags too."""
+    """Any content of a configuration file is read or refused with one line, also if flags are given."""
     file = tmp_path / "engine.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as caught:

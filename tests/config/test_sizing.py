@@ -111,7 +111,7 @@ def test_the_dtype_is_that_of_the_model() -> None:
     [
         ("cpu", 4, 1000, 8),  # twice the device tier
         ("cpu", 40, 1000, 80),
-        ("cpu", 4, 11, 3),  # half of what reserve and device tier leave: both are in the same memory
+        ("cpu", 4, 11, 3),  # half of the memory without reserve and device tier, which are in the same memory
         ("cuda", 4, 11, 5),  # the device tier is in memory of its own
         ("cuda:1", 40, 1000, 32),  # the limit of pinned memory
         ("cuda", 4, 2, 0.5),  # an eighth of the device tier
@@ -123,8 +123,8 @@ def test_the_dtype_is_that_of_the_model() -> None:
 def test_the_host_tier_follows_device_and_memory(
     device: str, device_gib: float, available_gib: float, expected_gib: float
 ) -> None:
-    """A host tier of computed size is twice the device tier, at most half of the memory that is left, at most 32 GiB
-    where it is pinned, and is left out below an eighth of the device tier."""
+    """A host tier of computed size is twice the device tier, at most half of the free memory, and at most 32 GiB if it
+    is pinned. Below an eighth of the device tier, there is no host tier."""
     found = host_bytes(config(device=device), int(device_gib * GIB), 1 << 20, int(available_gib * GIB))
     assert found == int(expected_gib * GIB)
 
@@ -142,7 +142,7 @@ def test_sizes_that_are_given_are_kept() -> None:
     with pytest.raises(OutOfMemory, match="host_bytes"):
         host_bytes(config(host_bytes=5 << 30), GIB, 1 << 20, 4 * GIB)
     free = config(host_bytes="free")
-    assert host_bytes(free, GIB, 1 << 20, 65 * GIB) == 56 * GIB  # beside a device tier in the same memory
+    assert host_bytes(free, GIB, 1 << 20, 65 * GIB) == 56 * GIB  # with a device tier in the same memory
     assert host_bytes(dataclasses.replace(free, device="cuda"), GIB, 1 << 20, 64 * GIB) == 56 * GIB
     assert host_bytes(free, GIB, 1 << 20, 4 * GIB) == 2 * GIB
     with pytest.raises(OutOfMemory, match=r"host_bytes=free .* set host_bytes"):

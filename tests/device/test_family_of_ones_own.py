@@ -69,7 +69,7 @@ def prompt(seed: int) -> np.ndarray:
 
 
 def keys_and_values(seed: int, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model computes for a layer of a prompt."""
+    """The rows that the model computes for a layer of a prompt."""
     generator = torch.Generator().manual_seed(100 * seed + layer)
     k = torch.randn(PROMPT_LEN, KEY_HEADS, KEY_DIM, generator=generator).bfloat16()
     v = torch.randn(PROMPT_LEN, VALUE_HEADS, VALUE_DIM, generator=generator).bfloat16()
@@ -98,8 +98,8 @@ def check_cached(engine: CacheEngine, pool: AsymmetricKVPool, lease: Lease, seed
 
 
 def test_its_rows_come_back_from_host_and_disk(device: str, tmp_path: Path) -> None:
-    """What a model stored in a pool of one's own is read back from the host after its eviction from the device, and by
-    a second engine from disk."""
+    """Rows in a custom pool are read back from the host after their eviction from the device, and from disk by a second
+    engine."""
     pool = AsymmetricKVPool(device)
     token_bytes = (KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM) * 2 + 4
     assert pool.layout.page_bytes(64) == 64 * LAYERS * token_bytes

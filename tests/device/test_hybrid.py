@@ -139,7 +139,7 @@ def test_wrong_calls_are_refused() -> None:
 
 
 def test_check_finds_what_is_wrong() -> None:
-    """A free row that names a state, a state of two rows, and what table and states find, come in one list."""
+    """One error lists a free row with a state, a state of two rows, and the violations of table and states."""
     pool = table()
     rows(pool, [Request(), Request()])
     pool.req_index_to_mamba_index_mapping[4] = 1
@@ -188,7 +188,7 @@ def test_any_history_conserves_rows_and_states(device: str, extra: bool, history
             if (got := pool.alloc(named)) is not None:
                 assert got == [r.req_pool_idx for r in named]
                 running += fresh
-            else:  # rows or states are short: nobody gets anything
+            else:  # too few rows or states: no request gets any
                 assert all(set(vars(r).values()) == {None} for r in fresh)
         elif action == "r" and request:
             pool.free_mamba_cache(request)

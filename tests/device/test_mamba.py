@@ -191,7 +191,7 @@ def test_views_of_a_layer_are_the_pool() -> None:
 
 @pytest.mark.parametrize(("states", "expected"), [(0, 6), (2, 2)])
 def test_draft_buffers(states: int, expected: int) -> None:
-    """Speculation adds a state and a window per draft token, for as many requests as asked, or all."""
+    """Speculation adds a state and a window per draft token, for the given number of requests, or for all."""
     pool = pool_of(spec_state_size=states, speculative_num_draft_tokens=3)
     cache = pool.mamba_cache
     assert isinstance(cache, SpeculativeMambaState)

@@ -41,7 +41,7 @@ def test_what_is_stored_is_read(device: str, kernels: str, dtype: torch.dtype, v
 
 @pytest.mark.parametrize("dtype", [E4M3, BF16])
 def test_scales_divide_and_inputs_stay(device: str, kernels: str, dtype: torch.dtype) -> None:
-    """What is stored is the input over its scale, also of several numbers; input and scale keep their values."""
+    """A stored value is the input over its scale, also of several numbers; input and scale keep their values."""
     pool = pool_of("mha", device, dtype=dtype)
     k, v = (x.to(device) for x in random_kv(3))
     v_scale = torch.tensor([4.0], device=device)

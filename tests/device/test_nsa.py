@@ -1,4 +1,4 @@
-"""The pool of sparse latent attention: index keys by page beside latent rows by token."""
+"""The pool of sparse latent attention: index keys by page, latent rows by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = 4
 
 
 def held(pool: NSATokenToKVPool, layer_id: int, slot: int) -> tuple[bytes, bytes, bytes]:
-    """What a slot stores: its latent row, its index key and its scale, found by the format."""
+    """The content of a slot by the format: its latent row, its index key and its scale."""
     latent, index = (buffer.cpu() for buffer in pool.layer_buffers(layer_id))
     page, token = divmod(slot, pool.page_size)
     scales = pool.page_size * 128
@@ -29,8 +29,8 @@ def everything(pool: NSATokenToKVPool) -> list[list[tuple[bytes, bytes, bytes]]]
 
 
 def test_quantised_keys_are_found_by_page(device: str, kernels: str) -> None:
-    """Keys quantised by the pool, and keys and scales brought along, read back in sequence order, close to what went
-    in; latent rows are untouched."""
+    """Keys that the pool quantises, and given keys with scales, are read back in sequence order, close to the input.
+    Latent rows do not change."""
     pool = pool_of("nsa", device)
     pages = torch.tensor([7, 2, 5], dtype=torch.int32, device=device)
     loc = (pages.long()[:, None] * PAGE + torch.arange(PAGE, device=device)).reshape(-1)[:10]
@@ -61,7 +61,7 @@ def test_a_page_of_64_is_8192_bytes_and_256() -> None:
 
 
 def test_latent_rows_are_those_of_mla(device: str, kernels: str) -> None:
-    """Two-part rows go in and out beside index keys; a wider row keeps what lies behind its parts."""
+    """Two-part rows are written and read without changing index keys. A wider row keeps the bytes after its parts."""
     pool = pool_of("nsa", device, kv_cache_dim=40)
     loc = torch.tensor([9, 4], device=device)
     rows, nope, rope = (normal(2, 1, n, seed=n).to(device) for n in (40, 24, 8))

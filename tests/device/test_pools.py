@@ -1,4 +1,4 @@
-"""What every pool owes its base, whatever rows it stores."""
+"""The contract of the base class, for every pool."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TOKEN_BYTES = {
 
 
 def test_stored_layouts_keep_their_names() -> None:
-    """Names and bytes of a token are part of what a store holds; two kinds are never taken for one another."""
+    """Names and bytes of a token are part of the identity of a store, so two kinds of pools never share pages."""
     layouts = {kind: pool_of(kind).layout for kind in NAMES}
     assert {kind: [spec.name for spec in layout.buffers] for kind, layout in layouts.items()} == NAMES
     assert {kind: layout.token_bytes for kind, layout in layouts.items()} == {k: 3 * n for k, n in TOKEN_BYTES.items()}

@@ -27,8 +27,8 @@ def close(got: torch.Tensor, rows: torch.Tensor, kind: str) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_what_is_stored_is_read_within_a_step(device: str, kernels: str, kind: str, dtype: torch.dtype) -> None:
-    """Reads give the model's dtype within half a step of what was stored, whole or by slot alike; other slots read as
-    zero; the raw pair is number and scale."""
+    """Reads of complete buffers and of slots return the model's dtype, within half a step of the input; other slots
+    read as zero; the raw pair is number and scale."""
     pool = quantized(device, kind, dtype)
     loc = torch.tensor([30, 4, 17], device=device)
     k, v = normal(3, 2, 8, seed=1, dtype=dtype).to(device), normal(3, 2, 12, seed=2, dtype=dtype).to(device)

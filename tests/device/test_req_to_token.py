@@ -20,8 +20,8 @@ def table(size: int = 4, length: int = 16, device: str = "cpu") -> ReqToTokenPoo
 
 
 def test_rows_that_are_not_allocated_are_refused() -> None:
-    """A row freed twice, named twice, never allocated, or 0, raises DoubleFree; a request with such a row gets none,
-    and no other request either. Nothing changes."""
+    """A row that is freed twice, named twice, never allocated, or 0 raises DoubleFree. If one request has such a row,
+    no request gets a row. Nothing changes."""
     pool, fresh = table(), Request()
     rows = pool.alloc(3)
     assert rows is not None
@@ -87,9 +87,9 @@ def test_check_names_every_violation() -> None:
     )
 )
 def test_rows_are_conserved(steps: list[tuple[str, int]]) -> None:
-    """Whatever is called, rows 1..size have one owner each or are free; a request with a row keeps it, also if it is
-    named twice; where rows are short, nobody gets any. Each return of a row raises its generation, so that a reader
-    that kept both can tell."""
+    """After any calls, each of the rows 1..size has one owner or is free. A request with a row keeps it, also if it is
+    named twice. If there are too few rows, no request gets one. Each return of a row raises its generation, so that a
+    reader that kept both can tell."""
     pool = table(5)
     rows: list[int] = []
     requests: list[Request] = []

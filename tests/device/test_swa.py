@@ -57,7 +57,7 @@ def test_each_layer_in_its_own_space(device: str, kernels: str, page: int) -> No
 
 
 def test_one_translation_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward translates its slots once; another tensor, a written one, or a changed mapping translates anew."""
+    """A forward translates its slots once; another tensor, a written one, or a changed mapping is translated again."""
     pool, allocator = fixture()
     calls: list[torch.Tensor] = []
     translate = pool.translate_loc_from_full_to_swa

@@ -35,7 +35,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def machine(root: Path, membership: str, groups: dict[str, str]) -> int:
-    """What `available_bytes` says on a machine with 64 GiB to take and these control groups."""
+    """`available_bytes` on a machine with 64 GiB of free memory and these control groups."""
     meminfo = f"MemTotal:       131072000 kB\nMemFree:         1000 kB\nMemAvailable:   {64 << 20} kB"
     proc = write(root / "proc", {"meminfo": meminfo, "self/cgroup": membership})
     return available_bytes(proc, write(root / "cgroup", groups))
@@ -84,8 +84,8 @@ def test_the_tightest_group_counts(tmp_path: Path, membership: str, groups: dict
 
 
 def test_a_tier_of_what_is_free_leaves_an_eighth(tmp_path: Path) -> None:
-    """Or the reserve, of what the machine or a group of either version leaves. Nothing is an error that names the
-    setting."""
+    """The size is the memory left by the machine or a control group, without an eighth or the reserve. If none is left,
+    an error names the setting."""
     for name, expected in (("sibling", 56 * GIB), ("version 1, own group", 3 * GIB), ("own group", 6 * GIB)):
         membership, groups, _ = GROUPS[name]
         assert free_bytes("host_bytes", machine(tmp_path / name, membership, groups)) == expected
@@ -105,8 +105,8 @@ def test_cached_files_count_as_free(tmp_path: Path) -> None:
 
 
 def test_sizes_fit_up_to_the_last_byte() -> None:
-    """Bytes asked for are accepted up to the last that fits. What is refused names the setting and the most that would
-    do."""
+    """Requested bytes are accepted up to the last that fits. An error names the setting and the largest value that
+    would fit."""
     require(5 * GIB, "l2_bytes", 5 * GIB + RESERVE_BYTES)
     with pytest.raises(OutOfMemory, match=f"host_bytes to at most {5 * GIB - 1}$"):
         require(5 * GIB, "host_bytes", 5 * GIB + RESERVE_BYTES - 1)

@@ -1,4 +1,4 @@
-"""What is compiled before the first request is all that any request needs."""
+"""No request compiles a kernel: all are compiled before the first one."""
 
 from __future__ import annotations
 

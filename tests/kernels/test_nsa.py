@@ -113,7 +113,7 @@ def test_slices_and_no_rows(device: str, kernels: str) -> None:
 
 @pytest.mark.gpu
 def test_hardware_and_arithmetic_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that converts to fp8 itself, the arithmetic for those that do not gives the same bytes."""
+    """On a device that converts to fp8 itself, the arithmetic for other devices gives the same bytes."""
     x = keys_of(512, F32, seed=6).cuda()
     loc = torch.arange(512, device="cuda")
     buffers = [torch.zeros(8, index_row_bytes(64), dtype=U8, device="cuda") for _ in range(2)]

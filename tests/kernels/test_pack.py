@@ -1,4 +1,4 @@
-"""Packed pages: every bit comes back, and what does not fit is counted; kernel and twin agree in every byte."""
+"""Packed pages: unpacking restores every bit, misfits are counted, and kernel and twin agree in every byte."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -
     ],
 )
 def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
-    """Groups of layers, from any layer on, of whole and narrow tiles, at scattered slots."""
+    """Groups of layers from any layer on, with full and narrow tiles, at scattered slots."""
     rows = pool(2, buffers, channels, tokens, kernels)
     packer = PagePacker(rows, tokens, kernels, format)
     slots = some_slots(2 * tokens, 1, kernels)
@@ -111,7 +111,7 @@ def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: i
 
 @pytest.mark.parametrize(("kernels", "bits"), [("torch", 3), ("torch", 4), ("triton", 3), *long(("triton", 4))])
 def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
-    """All 65 536 patterns, beside each other, in channels of their own exponent, and alone among zeros; NaNs keep what
+    """All 65 536 patterns, next to each other, in channels with one exponent, and alone among zeros; NaNs keep what
     they carry."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     format = PackFormat(bits, (1.0,))
@@ -141,8 +141,9 @@ def test_kernel_and_twin_agree(kind: str, format: PackFormat) -> None:
 
 
 def random_rows(kind: str, generator: torch.Generator) -> torch.Tensor:
-    """bfloat16 `[1024, 1024]` on the GPU as bits. "edges": in each tile of 64 rows x 128 channels about as many values
-    escape as may, constant channels, and single infinities, NaNs with what they carry, denormals and zeros."""
+    """bfloat16 `[1024, 1024]` on the GPU as bits. "edges": in each tile of 64 rows x 128 channels, the number of
+    escapes is near its maximum; there are constant channels, single infinities, NaNs with payloads, denormals and
+    zeros."""
 
     def integers(low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, (1024, 1024), dtype=torch.int16, device="cuda", generator=generator)
@@ -191,7 +192,7 @@ def test_kernel_and_twin_agree_on_a_gpu(kind: str, format: PackFormat) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS, ROOMY])
 def test_kernel_and_twin_agree_over_a_billion_values(format: PackFormat) -> None:
-    """16 times 67 million: random bits, normal values, and tiles at the edge of what fits."""
+    """16 times 67 million: random bits, normal values, and tiles that just fit."""
     num_fitting = sum(agree_on_a_gpu(("edges", "bits", "values")[seed % 3], format, seed) for seed in range(1, 17))
     assert 0 < num_fitting < 16 * 16 or format is ROOMY
 

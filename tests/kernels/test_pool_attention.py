@@ -58,7 +58,7 @@ class Case:
         self.keys = torch.randn(num_slots, kv_heads, dk, generator=generator).to(dtype)
         self.values = torch.randn(num_slots, kv_heads, dv, generator=generator).to(dtype)
         self.query = torch.randn(sum(news), heads, dk, generator=generator).to(dtype)
-        self.keys[0] = self.values[0] = math.nan  # nobody reads the sink
+        self.keys[0] = self.values[0] = math.nan  # the sink is never read
 
     def queries(self, device: str, splits: int) -> PoolQueries:
         starts = torch.tensor([0, *self.news]).cumsum(0).int()

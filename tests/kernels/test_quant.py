@@ -118,7 +118,7 @@ def test_slices_of_a_projection(device: str, kernels: str, kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_hardware_and_arithmetic_round_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that converts itself, the arithmetic for those that do not, and the twin, give the same bits."""
+    """On a device that converts in hardware, the arithmetic for other devices and the twin give the same bits."""
     x = spread(300, 8, 128, dtype=BF16, seed=5).cuda()
     loc = torch.arange(300, device="cuda")
     results = []

@@ -42,7 +42,7 @@ def test_rows_of_a_wider_tensor(device: str, kernels: str) -> None:
 
 
 def test_one_buffer_alone(device: str, kernels: str) -> None:
-    """`store_rows` writes the named slots of the one buffer and nothing beside them; no rows write nothing."""
+    """`store_rows` writes only the given slots of one buffer; without rows it writes nothing."""
     buffer = torch.zeros(6, 3, dtype=torch.float32, device=device)
     rows = torch.arange(1.0, 7.0, device=device).view(2, 3)
     store_rows(rows, buffer, torch.tensor([4, 1], device=device), kernels)
@@ -63,7 +63,8 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 def test_rows_are_scaled_bounded_and_rounded_once(
     device: str, kernels: str, source: torch.dtype, stored: torch.dtype, scales: tuple[float | str | None, ...]
 ) -> None:
-    """What is stored is x / scale in double precision, rounded to float32 and to the stored type, fp8 within range."""
+    """The stored value is x / scale in double precision, rounded to float32 and to the stored type, fp8 within
+    range."""
     generator = torch.Generator().manual_seed(7)
     exponents = torch.randint(-20, 13, (31, 3, 20), generator=generator)
     k = (torch.randn(31, 3, 20, generator=generator) * 2.0**exponents).to(source)

@@ -44,14 +44,14 @@ def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int
 def test_tiles_that_end_anywhere(
     device: str, kernels: str, num_pages: int, pieces: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of pages, the size of a tile and the number of programs, each piece moves, and only those."""
+    """For any number of pages, tile size and number of programs, exactly the given pieces are copied."""
     monkeypatch.setattr(zero_copy, "MAX_PIECES", pieces)
     check(Pool.named("k and v differ", 45, device), 3, num_pages, kernels, layers="last", blocks=blocks)
 
 
 @pytest.mark.parametrize("row_bytes", [16, 656, 1152, 8448, 2056, 130, 999])
 def test_rows_of_any_size(device: str, kernels: str, row_bytes: int) -> None:
-    """Rows that are no multiple of a piece, or of 16 bytes, move whole and no further."""
+    """Rows whose size is no multiple of a piece, or of 16 bytes, are copied completely, and no other bytes."""
     check(Pool([[random_bits(11, row_bytes, seed=5 + layer)] for layer in range(2)], device), 2, 2, kernels)
 
 
@@ -110,7 +110,8 @@ def test_offsets_beyond_four_gib_from_the_gpu(kernels: str) -> None:
 
 @pytest.mark.gpu
 def test_a_copy_makes_no_one_wait() -> None:
-    """Pages move both ways on a stream of the caller's, after what it queued there, without a wait for the device."""
+    """Pages are copied in both directions on the caller's stream, after its earlier work, without waiting for the
+    device."""
     pool = [[torch.zeros(4096, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(8)]
     mover = PageMover(pool, 16, "triton")
     host = random_bits(257, mover.group_bytes(0, 8), seed=1).pin_memory()

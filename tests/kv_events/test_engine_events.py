@@ -67,8 +67,8 @@ def test_a_router_holds_what_the_tiers_hold_after_any_history(
     kind: str, seed: int, num_steps: int, tmp_path: Path
 ) -> None:
     """After random requests, aborts, evictions, failed copies and disk faults, then after a second engine over the same
-    store, the blocks of each medium are those of the events, each told once and behind its parent, with the tokens that
-    the tree has. Not told are blocks whose parents nothing holds."""
+    store, the blocks of each medium are those of the events. Each block is reported once, after its parent, with the
+    tokens of the tree. Blocks without a stored parent are not reported."""
     first = Listening(kind, seed, tmp_path)
     first.run(num_steps)
     _same(first)
@@ -79,7 +79,9 @@ def test_a_router_holds_what_the_tiers_hold_after_any_history(
     second = Listening(kind, seed, tmp_path)
     second.run(num_steps)
     _same(second)
-    assert second.index.held["DISK"] <= second.on_disk  # what nobody has asked for since the start is not told
+    assert (
+        second.index.held["DISK"] <= second.on_disk
+    )  # pages that no request has used since the start are not reported
     last = read_lines(second.stream)[-1]
     assert last.events == [block_index.AllBlocksCleared()]
 
@@ -132,7 +134,8 @@ def test_a_store_of_ones_own_is_told_as_it_is_found(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.store_process
 def test_a_disk_whose_process_died_is_told_as_it_is_found(tmp_path: Path) -> None:
-    """What it evicted at last nobody knows: its blocks are told as removed, and once more when a read brings them."""
+    """Its last evictions are unknown: its blocks are reported as removed, and as stored again when a read finds
+    them."""
     stream, prompt = tmp_path / "events", range(96)
     advanced = dataclasses.replace(config().advanced, disk_reopen_backoff_s=1e-3)
     settings = config(kv_events=f"file:{stream}", disk=_disk(tmp_path), advanced=advanced)
@@ -169,7 +172,8 @@ def test_a_subscriber_in_another_process_holds_what_the_tiers_hold(tmp_path: Pat
 
 
 def test_a_reader_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
-    """An engine whose events nobody takes out of a full pipe serves on; what had no room is a gap in the numbers."""
+    """An engine continues if no process reads events from a full pipe. Lost events are a gap in the sequence
+    numbers."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""What an engine's log of KV events tells, against a reader that counts."""
+"""An engine's log of KV events, compared with a reader that counts blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _pages(text: str, start: int, end: int) -> PromptPages:
 
 
 class History:
-    """A log, a reader of it, and the truth beside them: what each medium holds, with the parents of blocks."""
+    """A log, a reader of it, and the expected blocks of each medium with their parents."""
 
     def __init__(self, seed: int) -> None:
         self.dice, self.log, self.reader = random.Random(seed), EventLog(), BlockIndex()
@@ -77,8 +77,8 @@ class History:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_reader_that_counts_holds_what_the_media_hold(seed: int) -> None:
-    """Whatever comes twice, behind a gap, or goes unseen: each block of a medium is told once until it is removed, and
-    behind its parent. What is held and not told is a block whose parent no medium holds."""
+    """Blocks are stored twice, after gaps, and removed silently: each block of a medium is reported once until it is
+    removed, and after its parent. A stored block is unreported only if no medium has its parent."""
     history = History(seed)
     for _ in range(400):
         history.step()

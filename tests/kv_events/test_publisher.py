@@ -41,7 +41,7 @@ class HeldSink:
         self.batches.append(batch)
 
     def serve(self) -> None:
-        """Nobody asks."""
+        """No subscriber sends a request."""
 
     def open(self) -> None:
         self._opened.set()
@@ -60,8 +60,8 @@ def _pages(number: int) -> PromptPages:
 
 
 def test_a_sink_that_hangs_delays_nobody_and_every_loss_is_a_gap_in_the_numbers() -> None:
-    """While the sink hangs every call returns; what the queue had no room for, and what failed, is missing and counted,
-    the rest comes in order, and the stream begins and ends cleared."""
+    """While the sink hangs, every call returns. Events that exceed the queue or fail are missing and counted; the
+    others are in order. The stream begins and ends with a clear event."""
     log, metrics, sink = EventLog(), Metrics(), HeldSink(fails=[2])
     publisher = EventPublisher(log, sink, 100, metrics)
     publisher.start()

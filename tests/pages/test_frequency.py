@@ -1,4 +1,4 @@
-"""The policy `auto`: its ranks against a naive sum over all uses, its hit rates beside those of `lru`."""
+"""The policy `auto`: its ranks against a naive sum over all uses, its hit rates compared with those of `lru`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
 
 
 def test_a_use_counts_when_it_is_reported() -> None:
-    """What is expected, or may be evicted again, is not used, though a request that has not ended is counted on it."""
+    """Expecting or unlocking a page is no use of it, even while the hits of a running request are counted."""
     tree, pages, _ = tree_of(1 << 40)
     for n in range(50):
         tree.insert(tree.root, np.array([n]), torch.ones(1, dtype=torch.int64))
@@ -81,7 +81,7 @@ def test_a_use_counts_when_it_is_reported() -> None:
 
 
 def test_no_priority_lasts_for_ever() -> None:
-    """What nobody asks for again is evicted before what is in use, whatever its priority was."""
+    """A page that is not requested again is evicted before pages in use, at any priority."""
     tree, pages, _ = tree_of(1.0)
     for tokens in (np.arange(8), np.arange(8, 16)):
         tree.insert(tree.root, tokens, torch.zeros(8, dtype=torch.int64))
@@ -126,13 +126,14 @@ def one_shot(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[
 
 
 def scans(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
-    """A loop over more than fits, beside prompts that come often."""
+    """A loop over more pages than fit, with frequent prompts in between."""
     loop, often = [fresh(30) for _ in range(120)], [fresh(30) for _ in range(20)]
     return [loop[n % 120] if dice.random() < 0.6 else often[int(dice.integers(20))] for n in range(600)]
 
 
 def drifting(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
-    """What is new is asked for, and then never again: the least recently used is the best to evict."""
+    """New prompts are requested for a while and then never again, so the least recently used page is the best
+    victim."""
     documents: list[Tokens] = []
     requests = []
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""The page table of one tier against a model of dictionaries: what comes, what is locked, and what leaves first."""
+"""The page table of one tier, compared with a model of dictionaries: transfers, locks and evictions."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def prompt_of(dice: random.Random, texts: list[list[int]]) -> list[bytes]:
 
 
 class Model:
-    """A tier, and beside it what it should hold: `held` and `flying` keys, `locks` by key, and keys `above`. Of what is
-    evicted it knows the one choice that is right, from the ranks of the tier."""
+    """A tier and its expected content: `held` and `flying` keys, `locks` by key, and keys `above`. The model computes
+    each victim from the ranks of the tier."""
 
     def __init__(self, policy: str, seed: int, *, is_exclusive: bool) -> None:
         self.dice = random.Random(f"{policy} {seed} {is_exclusive}")
@@ -48,7 +48,7 @@ class Model:
         self.expected = list[list[bytes]]()
         self.num_evicted = self.num_refused = self.now_s = 0
 
-    # What the tier tells
+    # Calls of the tier
 
     def left(self, rows: Rows) -> None:
         for row in rows.tolist():
@@ -58,8 +58,8 @@ class Model:
             self.num_evicted += 1
 
     def next_victim(self) -> bytes:
-        """Of pages that nobody has locked, and that no page follows, the one with the lowest class and rank, the
-        youngest of equals. The first pages of a prompt that the tier above has may leave though others follow."""
+        """The next victim: of unlocked pages that no page follows, the one with the lowest class and rank; of equals,
+        the youngest. The first pages of a prompt that the tier above has may leave though others follow."""
         order, table = self.tier.order, self.tier.table
         locks = Counter(key for keys in self.locked for key in keys)
         locks.update(self.kept_in_place)
@@ -78,7 +78,7 @@ class Model:
     def keys_flying(self) -> list[bytes]:
         return [key for rows in self.flying for key in self.tier.table.keys_of(rows)]
 
-    # What happens
+    # Events
 
     def request(self) -> None:
         """Of a prompt what the tier lacks is reserved, as far as there is room; what is behind a gap stays."""
@@ -154,7 +154,7 @@ class Model:
         self.above.update(self.tier.table.keys_of(rows[self.tier.has(rows, HELD | IN_FLIGHT)]))
 
     def off_above(self) -> None:
-        """It evicts the end of a prompt, and what follows that."""
+        """The tier above evicts the end of a prompt with the pages after it."""
         keys = prompt_of(self.dice, self.texts)
         gone = [key for key in self.above if key.startswith(keys[-1])]
         self.tier.left_above(self.tier.table.find(gone))
@@ -227,7 +227,7 @@ def test_policies_are_named_in_any_case(name: str) -> None:
 
 
 def test_the_audit_finds_planted_faults() -> None:
-    """It can fail: a lock of nobody, a place that two pages have, a sum and a state that are wrong."""
+    """`check` reports a lock without an owner, a pool page of two rows, a wrong sum and a wrong state."""
     tier = TierPages(pool_of(8), "lru")
     rows = tier.complete(tier.reserve(tier.table.add([b"a", b"ab", b"abc"]), COPY))
     tier.check(np.zeros(len(tier.table.age), np.int32))

@@ -143,8 +143,8 @@ def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("row", "stored"), [("llama", 2), ("deepseek_v3", 1), ("kimi_linear", 1)])
 def test_the_disk_has_latent_rows_once(row: str, stored: int, tmp_path: Path) -> None:
-    """Two GPUs store the rows of a token `stored` times, and so have as many tokens fewer on the disk than one with the
-    same share; states are stored by each. The budget of each process is the path's."""
+    """Two GPUs store the rows of a token `stored` times, so the disk has capacity for that many times fewer tokens;
+    states are stored by each. The budget of each process is the path's."""
     model = described(row, tmp_path, **({"num_attention_heads": 4, "num_key_value_heads": 4} if row == "llama" else {}))
     request = dataclasses.replace(SMALL, num_gpus=2, host_bytes=4 * MIB, disk_bytes=64 * MIB)
     plan = plan_memory(model, GPU, request)
@@ -174,8 +174,8 @@ def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("row", "of_model"), [("llama4_text", {"interleave_moe_layer_step": 2}), ("granitemoe", {})])
 def test_of_experts_those_that_a_token_chooses_count(row: str, of_model: dict[str, Any], tmp_path: Path) -> None:
-    """Twice as many experts add to a token their rows of the router alone, where a family multiplies with all experts
-    too; one more that it chooses adds an expert's weights."""
+    """Twice the experts add only rows of the router to the work of a token, also in families that multiply with all
+    experts. One more chosen expert adds its weights."""
     few, many, more = (
         described(row, tmp_path / name, num_local_experts=experts, num_experts_per_tok=chosen, **of_model)
         for name, experts, chosen in (("few", 4, 1), ("many", 8, 1), ("more", 8, 2))
@@ -235,7 +235,8 @@ def test_unknown_rates_give_no_times(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
-    """The message's number of GPUs holds the model and half as many do not; where none would, it says so."""
+    """The number of GPUs in the message suffices for the model, and half of it does not. If no number suffices, the
+    message says so."""
     model = PRESETS["llama-3.1-70b"]
     with pytest.raises(OutOfMemory, match="--gpus 4"):
         plan_memory(model, GPUS["l40s"], PlanRequest())
@@ -247,7 +248,7 @@ def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
 
 
 def test_no_sequence_is_longer_than_the_device_tier() -> None:
-    """The longest context that a server starts with is the model's, where the device tier holds that many tokens."""
+    """The longest context of a server is the model's, if the device tier has capacity for it."""
     model = PRESETS["llama-3.1-8b"]
     small, large = (plan_memory(model, gpu_of(size), PlanRequest()) for size in ("24GB", "80GiB"))
     assert small.start.max_context_len == small.config.max_context_len == small.tiers[0].num_tokens

@@ -58,7 +58,7 @@ def engine_at(url: str, io_timeout_s: float = 60.0) -> CacheEngine:
 
 
 def ask(engine: CacheEngine, name: str, tokens: np.ndarray) -> Hit:
-    """Prefetch and serve a request: what it reuses is compared with what was computed."""
+    """Prefetch and serve a request, and compare the reused tokens with computed ones."""
     handle = engine.prefetch(name, tokens)
     eventually(lambda: (engine.poll(), handle.ready)[1])
     hit = serve(engine, name, tokens).hit

@@ -1,4 +1,4 @@
-"""What only Mooncake does to a store: a pool that is full, machines and a master that die or hang, and replicas."""
+"""Cases of Mooncake alone: a pool that is full, machines and a master that die or hang, and replicas."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_pages_that_cannot_be_sent_in_place(server: MooncakeServer) -> None:
 
 
 def test_a_full_pool_takes_some_pages() -> None:
-    """What has no room is not stored, key by key, and is no failure; what was stored is all there."""
+    """Pages without space are not stored, key by key, which is no failure; all stored pages are complete."""
     one_hour_ms = 3_600_000  # what was looked up is not evicted
     with MooncakeServer(16 << 20, lease_ms=one_hour_ms) as server, closing(opened(server)) as store:
         pages, stored, num_puts = pages_of(contents()), dict[bytes, PageBuffer](), 0

@@ -1,4 +1,4 @@
-"""What only S3 does to a store: a server that ends or hangs, missing buckets and credentials, a client that panics."""
+"""Cases of S3 alone: a server that ends or hangs, missing buckets and credentials, a client that panics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_a_prefix_that_names_nothing_is_refused() -> None:
 
 
 def test_a_panic_of_the_client_is_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What its Rust cannot use, here from the environment, is a miss and not stored, which is counted and logged."""
+    """If the client cannot use a setting of the environment, each page is a miss and is not stored, which is counted
+    and logged."""
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": "not-a-url"}.items():
         monkeypatch.setenv(name, value)
     with closing(opener(f"s3://bucket?{PATIENCE}")(IDENTITY, FORMATS)) as store:

@@ -1,6 +1,6 @@
 """Stores over real servers keep the contract, and whatever a server does is a miss or not stored.
 
-What only one of them can do is in the file of that store.
+Cases of one store are in the file of that store.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
 @pytest.mark.smoke
 @each_kind
 def test_values_that_do_not_verify_are_misses_and_go(kind: Kind, server: Server) -> None:
-    """What another client wrote, or a store of another identity, is counted and hides no other page of the batch; its
-    key can be stored again."""
+    """A value of another client, or of a store of another identity, is counted, and other pages of the batch are found.
+    Its key can be stored again."""
     identity, another = {**IDENTITY, "model": "damaged"}, {**IDENTITY, "model": "another"}
     pages = {b"%d" % n: page(2 * n) for n in range(len(DAMAGE) + 3)}
     *bad, foreign, _, good = list(pages)

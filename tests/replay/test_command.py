@@ -51,8 +51,8 @@ def rows_of(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_every_size_and_policy_has_a_row(tmp_path: Path, processes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows are those of single replays, in one process and in several, beside those of one tier as large and of twice
-    the host, and the tables show them. Sizes in bytes are those in tokens; the warm-up counts in no row."""
+    """Rows are those of single replays, in one process and in several, with those of one tier as large and of twice the
+    host, and the tables show them. Sizes in bytes are those in tokens; the warm-up counts in no row."""
     path = trace_file(tmp_path, 120)
     size = ["--host-bytes", "200KiB", "--bytes-per-token", "4", "--host-bytes-per-token", "2"]
     flags = ["--device-blocks", "60", "500", *size, "--policies", "lru,filo", "--warm-up", "0.25", "--curve"]
@@ -105,7 +105,7 @@ def test_times_are_sums_of_copies_and_computing() -> None:
 
 
 def test_rates_are_found_in_files(tmp_path: Path) -> None:
-    """What an engine answers after a read, a load and a prompt, and plain rates; zeros are unknown; later files
+    """The statistics of an engine after a read, a load and a prompt, and plain rates; zeros are unknown; later files
     and flags count more."""
     files = [tmp_path / name for name in ("stats.json", "plain.json")]
     store, tokens = PacedStore(Clock()), tokens_of(1)

@@ -98,7 +98,7 @@ def sizes_and_rules(
     rules = {"eviction_policy": policy, "write_policy": write_policy, "prefetch_mode": "wait_complete"}
     if write_policy == "exclusive" and policy != "auto" and not has_disk:  # the host of auto has lru
         rules["host_eviction_policy"] = "auto"
-    if has_disk and policy == "auto":  # which ranks anew what was locked on its way to the disk
+    if has_disk and policy == "auto":  # which ranks pages again that were locked while they were written
         rules["host_eviction_policy"] = "lru"
     return device, host, sizes, rules
 
@@ -149,7 +149,7 @@ def test_a_host_of_a_few_pages_adds_what_it_holds(host: int) -> None:
 @pytest.mark.parametrize("budget", [0.125, 0.5])
 def test_the_engine_writes_as_much_within_a_budget(policy: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same hits, and the same blocks on the disk after each request, where the bucket has a few blocks and the
-    budget is less than what comes. Time is what requests have asked for."""
+    budget is below the rate of new pages. Time is counted in requested blocks."""
     device, host, sizes, rules = sizes_and_rules(policy, "write_through", has_disk=True)
     num_asked, num_held = 0, list[int]()
 

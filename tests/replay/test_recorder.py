@@ -17,7 +17,7 @@ from hicache.replay.trace import read_trace
 
 def test_what_is_recorded_replays(tmp_path: Path) -> None:
     """Lines are in order of arrival, in whatever order requests ended; blocks are equal where prefix and tenant
-    are. What was never admitted is left out."""
+    are. Requests that were never admitted are left out."""
     path, now_s = tmp_path / "trace.jsonl", iter(range(100))
     with TraceRecorder(path, 4, clock=lambda: float(next(now_s))) as recorder:
         recorder.arrived("a", np.arange(10), session="x")
@@ -48,7 +48,7 @@ def test_what_is_recorded_replays(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Requests go on to come and end, the log says it once, and what was written before is a trace."""
+    """Requests continue, the log has one warning, and the lines written before are a valid trace."""
     path, (soft, hard) = tmp_path / "trace.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no file may be longer
     try:

@@ -25,9 +25,9 @@ from replay_case import synthetic_trace, trace_of
 
 
 def test_a_scan_has_known_answers() -> None:
-    """Fifty documents read in turn, twenty times: LRU hits nothing in a tier with room for all but one, and every
-    repetition in a tier with room for all, or in a device and a host that have it together unless one has what the
-    other has; the optimum keeps as many as there is room for beside the one that runs."""
+    """Fifty documents are read in turn, twenty times. LRU hits nothing in a tier for 49 documents, and all repetitions
+    in a tier for all. A device and a host that hold different pages have the hits of one tier of their total size. The
+    optimum keeps the documents that fit in addition to the running one."""
     rounds, documents = 20, 50
     trace = trace_of(*([document] for _ in range(rounds) for document in range(documents)))
     repeated = (rounds - 1) / rounds
@@ -53,8 +53,8 @@ def test_a_partial_block_counts_for_its_tokens() -> None:
 
 @pytest.mark.parametrize(("policy", "write_policy"), list(zip(sorted(RANK_POLICIES), itertools.cycle(WRITE_POLICIES))))
 def test_tiers_add_up(policy: str, write_policy: str) -> None:
-    """Whatever the order: no tier holds more than it may, tiers hit no more than the optimum of their sum, and
-    unlimited ones all that came before."""
+    """In any order: no tier exceeds its capacity, tiers hit no more than the optimum of their sum, and unlimited ones
+    all that came before."""
     dice = random.Random(policy)
     trace = trace_of(*([dice.randrange(3) for _ in range(dice.randrange(1, 9))] for _ in range(300)))
     settings = ReplaySettings(10, 20, 40, policy, write_policy)
@@ -69,7 +69,7 @@ Prefix = tuple[int, ...]
 
 
 def max_hits(requests: list[Tokens], capacity: int) -> int:
-    """The hits of the best of all choices: the prompt is held while it runs, and of what was held any others stay."""
+    """The hits of the best choice of victims, in which the pages of the running prompt stay."""
     prompts = [[tuple(r[:end].tolist()) for end in range(1, len(r) + 1)] for r in requests]
 
     @cache
@@ -93,7 +93,7 @@ def random_trace(dice: random.Random, num_requests: int, most_blocks: int) -> li
 
 
 def test_the_optimum_is_the_best_of_all_choices() -> None:
-    """On small traces no choice of what stays gives more hits, and one gives as many."""
+    """On small traces, no choice of victims gives more hits, and one gives the same number."""
     for seed in range(150):
         dice = random.Random(seed)
         capacity = dice.randrange(1, 7)
@@ -143,7 +143,7 @@ def test_copies_are_counted_by_link() -> None:
 
 
 def test_hints_are_what_the_trace_knows() -> None:
-    """By hand: what goes on has all blocks but two of what it goes on from, and is of the same session."""
+    """By hand: a continuation has all but two blocks of the earlier prompt, and is in the same session."""
     prompts = [[1, 2, 3], [1, 2, 3, 4, 5], [9, 8, 7], [1, 6, 6], [9, 8, 5], [9], []]
     trace = trace_of(*prompts)
     assert hints_of(trace, ()) == [NO_HINT] * 7
@@ -155,7 +155,7 @@ def test_hints_are_what_the_trace_knows() -> None:
 
 
 def test_a_disk_is_an_order_of_uses() -> None:
-    """Against an ordered dict of keys, through evictions and through logs that are written anew."""
+    """Against an ordered dict of keys, through evictions and logs that are rewritten."""
     for seed, capacity in enumerate((1, 7, 40, None)):
         dice, disk, known = random.Random(seed), DiskOrder(capacity), OrderedDict[int, bool]()
         written = useful = 0

@@ -1,4 +1,4 @@
-"""Traces of all formats as they were written, and what is refused, with its line."""
+"""Traces of all formats, and refused traces with the line of the fault."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> N
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, lines: list[Any], line: int | None, words: str) -> None:
-    """The message is one line and names the file, the line and what is wrong."""
+    """The message is one line and names the file, the line and the fault."""
     path = written(tmp_path, *lines)
     with pytest.raises(TraceError, match=words) as caught:
         read_trace(path)

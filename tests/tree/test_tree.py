@@ -1,5 +1,6 @@
-"""The radix tree case by case: splits, locks, backups, drops, keys, and what `check` names. What it holds after any
-history is compared in prefix_cache/test_cache_machines.py, and under loads in flow/test_engine_in_flight.py."""
+"""The radix tree case by case: splits, locks, backups, drops, keys, and the violations that `check` names. Its content
+after random histories is compared in prefix_cache/test_cache_machines.py, and under loads in
+flow/test_engine_in_flight.py."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def evict_all(tree: RadixTree) -> None:
 
 
 def test_a_dropped_node_is_freed_at_once() -> None:
-    """The tokens of what was evicted are freed without a run of the garbage collector, also where it was locked."""
+    """The tokens of evicted pages are freed without a run of the garbage collector, also if the pages were locked."""
     tree = RadixTree(1, PageHasher(b"identity", 1), [SwaComponent(2), MambaComponent()])
     gc.disable()
     try:

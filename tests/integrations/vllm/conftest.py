@@ -1,4 +1,4 @@
-"""What tests of the tier under vLLM share."""
+"""Fixtures of the tests of the tier under vLLM."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Values = dict[str, torch.Tensor]  # of a layer: bfloat16 [block, head, token, ke
 
 
 class RowCopies:
-    """What a worker of vLLM does with its mappings on a GPU, where alone its own runs."""
+    """The copies of a vLLM worker with its mappings, which vLLM runs only on a GPU."""
 
     def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
         self._blocks, [self._refs], self._region = caches.tensors, caches.group_data_refs, region
@@ -157,8 +157,8 @@ def serve(config: VllmConfig, layout: str, path: Path, values: Values, is_store:
 def test_canonical_rows_are_read_with_another_tensor_parallel_size(
     configs: dict[int, VllmConfig], tmp_path: Path, layout: str, of_writer: int, of_reader: int
 ) -> None:
-    """Each worker gets its heads of what all workers of the other server had. Rows that are not canonical are found
-    with the same size alone."""
+    """Each worker gets its heads from the pages of all workers of the other server. Rows that are not canonical are
+    found with the same size alone."""
     shape = (BLOCKS, 1, TOKENS, HEADS * WIDTH) if layout == "MLA" else (BLOCKS, HEADS, TOKENS, WIDTH)
     values = {name: torch.randn(shape).bfloat16() for name in LAYERS}
     nothing = {name: torch.zeros(shape).bfloat16() for name in LAYERS}
@@ -168,7 +168,7 @@ def test_canonical_rows_are_read_with_another_tensor_parallel_size(
         path = tmp_path / f"{is_canonical}"
         for config in configs.values():
             config.kv_transfer_config.kv_connector_extra_config["canonical_layout"] = is_canonical
-            # What the attention backend resolves.
+            # The kernel block size that the attention backend resolves.
             config.cache_config.kv_cache_layout = "LBHNC" if layout == "MLA" else layout
         serve(configs[of_writer], layout, path, values, is_store=True)
         for tp, held in ((of_reader, expected), (of_writer, loaded)):

@@ -39,7 +39,7 @@ class SlowReads:
 
 
 def compute(server: Scheduler, clock: Clock, chunks: Sequence[OffloadKey], seconds: float) -> None:
-    """A request whose prompt nobody holds: it is scheduled, computed in so much time, and stored."""
+    """A request whose prompt no tier has: it is scheduled, computed in `seconds`, and stored."""
     with server.request() as context:
         assert not any(server.lookup(chunks, context))
         server.step(context.req_id)
@@ -95,7 +95,7 @@ def test_what_the_cpu_tier_loses_meanwhile_is_weighed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """A request lacks its last chunk, which does not pay, and waits for the GPU. Before it runs the CPU tier loses what
-    it had of the prompt. That is weighed as for a new request: beside two others all of it is read."""
+    it had of the prompt. That is weighed as for a new request: with two other requests, all of it is read."""
     reads = SlowReads(monkeypatch, clock, 0.25)
     with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
         for chunks in (PROMPT, OTHER):
@@ -103,7 +103,7 @@ def test_what_the_cpu_tier_loses_meanwhile_is_weighed_too(
         server.reset()
         assert server.load(OTHER) == [True] * 8  # one read, which shows the speed of the disk
         server.store(PROMPT[:19])
-        reads.page_s = 0.0  # the clock stands still while the chosen chunks are read, however the threads take turns
+        reads.page_s = 0.0  # the clock does not advance while the chosen chunks are read
         with server.request() as context:
             assert server.lookup(PROMPT, context) == [True] * 19 + [False]
             server.reset()

@@ -1,4 +1,4 @@
-"""KV events: what an engine tells, as vLLM's own classes read it, and what the tier under vLLM tells through them."""
+"""KV events: those of an engine, read by vLLM's own classes, and those of the tier under vLLM."""
 
 from __future__ import annotations
 

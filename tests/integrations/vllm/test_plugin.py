@@ -41,7 +41,8 @@ def test_lines_of_hicache_are_in_the_log_of_vllm(tmp_path: Path) -> None:
 
 
 def test_vllm_removes_what_a_killed_server_left(tmp_path: Path) -> None:
-    """An installed package is a general plug-in of vLLM's, which removes the file of a region that nobody has open."""
+    """An installed package is a general plug-in of vLLM's, which removes the file of a region that no process has
+    open."""
     pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()

@@ -23,7 +23,7 @@ def manager_of(policy: str) -> CPUOffloadingManager:
 
 
 class Requests:
-    """What a scheduler tells the manager of each request; `check` compares its books with what the policy holds."""
+    """The calls of a scheduler for each request; `check` compares the expected chunks with those of the policy."""
 
     def __init__(self, manager: CPUOffloadingManager) -> None:
         self.manager, self._num = manager, 0
@@ -90,7 +90,7 @@ def test_a_suffix_goes_before_its_prefix(policy: str) -> None:
 
 @pytest.mark.parametrize(("policy", "survives"), [("LRUPolicy", False), ("LFUPolicy", True), ("SLRUPolicy", True)])
 def test_what_is_shared_survives_prompts_that_come_once(policy: str, survives: bool) -> None:
-    """A system prompt that two requests used, then many prompts that nobody asks again: LRU loses it."""
+    """A system prompt that two requests used, then many prompts that are requested once: LRU evicts it."""
     requests = Requests(manager_of(policy))
     shared = prompt(1, 4)
     for _ in range(2):

@@ -73,7 +73,8 @@ def reads_of(context: ReqContext) -> list[int]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
 def test_what_a_waiting_request_brought_up_stays_until_it_is_scheduled(tmp_path: Path, policy: str) -> None:
-    """Each chunk is read once, though the request asks for one more at a time and others use theirs in between."""
+    """Each chunk is read once, although the request looks up one more chunk per step, and other requests use their
+    chunks."""
     with only_on_disk(tmp_path, policy, PROMPT) as server, server.request() as waiting:
         for n in range(1, len(PROMPT) + 1):
             assert server.lookup(PROMPT[:n], waiting) == [True] * n
@@ -109,9 +110,8 @@ def test_a_prompt_longer_than_the_cpu_tier_waits_for_a_bounded_number_of_reads(t
 @pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
 def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy: str) -> None:
-    """Twelve come at once, in a CPU tier that has room for one, two or no whole prompt beside another. Each is served
-    with all that the disk holds, in the order in which they came, each chunk is read once, and who waits takes no
-    row."""
+    """Twelve requests arrive together, and the CPU tier has capacity for zero, one or two prompts more. Each request
+    hits all chunks of the disk, in the order of arrival. Each chunk is read once, and waiting requests take no rows."""
     lengths = [6, 3, 4] * 4
     prompts = [[key(1000 * (n + 1) + i) for i in range(length)] for n, length in enumerate(lengths)]
     with only_on_disk(tmp_path, policy, [chunk for chunks in prompts for chunk in chunks]) as server:
@@ -120,7 +120,7 @@ def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy:
             served: list[ReqContext] = []
 
             def step() -> bool:
-                """All that wait ask; the GPU takes one of those that have everything."""
+                """All waiting requests look up their chunks; the GPU runs one of the complete ones."""
                 answers = [(request, server.ask(chunks, request)) for request, chunks in waiting]
                 ready = [(request, found) for request, found in answers if found is not None]
                 assert all(all(found) for _, found in ready)
@@ -147,7 +147,7 @@ def test_nobody_waits_for_rows_that_nothing_gives_free(tmp_path: Path, policy: s
 
 @pytest.mark.parametrize("policy", OURS)
 def test_what_the_cpu_tier_had_of_a_prompt_stays_while_the_rest_is_read(tmp_path: Path, policy: str) -> None:
-    """Two requests wait for what comes behind one prefix, which stays until both are scheduled."""
+    """Two requests wait for chunks after a common prefix, which is not evicted until both are scheduled."""
     with only_on_disk(tmp_path, policy, PROMPT) as server, server.request() as one, server.request() as two:
         for waiting, rest in ((one, PROMPT[:2]), (two, PROMPT[2:])):
             assert server.lookup([*OTHERS[:3], *rest], waiting) == [True] * 5

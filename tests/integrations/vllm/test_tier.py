@@ -48,8 +48,8 @@ class Gate:
 @pytest.mark.smoke
 @pytest.mark.parametrize("mode", ["in threads", pytest.param("in processes", marks=pytest.mark.store_process)])
 def test_bytes_that_went_down_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    """After the CPU tier was reset, and in a second server; a chunk that nobody stored is a miss. In the end vLLM can
-    unmap its CPU tier."""
+    """After the CPU tier was reset, and in a second server; a chunk that was never stored is a miss. In the end vLLM
+    can unmap its CPU tier."""
     with scheduler(tmp_path) as first:
         first.store(CHUNKS)
         first.reset()
@@ -79,7 +79,7 @@ def _changed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.smoke
 def test_the_memory_of_the_cpu_tier_has_no_name_once_the_tier_is_there(tmp_path: Path) -> None:
-    """All workers have mapped it by then. What a killed server left is gone, and the tier serves."""
+    """All workers have mapped it by then. The files of a killed server are removed, and the tier works."""
     left = Path(f"/dev/shm/vllm_offload_{uuid.uuid4().hex}.mmap")
     left.write_bytes(b"left")
     with scheduler(tmp_path) as opened:
@@ -153,7 +153,7 @@ def test_failures_and_delays_cost_hits_and_nothing_else(
 def test_a_load_that_fails_is_not_tried_again_by_the_same_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be found again each step, and its request would never run. What was read before is kept."""
+    """It would be found again each step, and its request would never run. Chunks that were read before are kept."""
     with scheduler(tmp_path) as server:
         server.store(CHUNKS)
         server.reset()

@@ -115,7 +115,8 @@ def first(model: str, pages: dict[str, str]) -> Served:
 
 @pytest.mark.smoke
 def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pages: dict[str, str]) -> None:
-    """What was computed once is not computed again, by vLLM's own count; no fault of the tier changes a token."""
+    """Tokens that were computed once are not computed again, by vLLM's own count; no fault of the tier changes a
+    token."""
     assert first.cached[:2] == [[0, 0], [CACHED, CACHED]]
     assert sum(map(sum, first.cached[2:])) > 0
     assert are_bytes_of(first.given[0], first.stored[0])
@@ -187,7 +188,7 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, connector: dict[str,
     assert two.cached == [[CACHED, CACHED]] and two.outputs == one.outputs
     assert two.metrics["disk_budget_bytes"] == 256_000_000
     three = served(["run each"], LITTLE_CHUNKS * CHUNK_BYTES)
-    # What the first prompt stored may still pin rows when the next is looked up.
+    # Stores of the first prompt may still pin rows when the next prompt is looked up.
     assert three.cached[0][0] == LITTLE_CHUNKS * 32 and three.outputs == one.outputs
 
 
