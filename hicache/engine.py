@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
@@ -115,6 +116,12 @@ def _wrapped(
     return call
 
 
+class _Lifecycle(Enum):
+    NEW = auto()
+    STARTED = auto()
+    CLOSED = auto()
+
+
 class _Turn:
     """The thread that is inside a call of the engine, if any. The exit hook shares this object without keeping the
     engine alive."""
@@ -145,7 +152,7 @@ class CacheEngine:
     `NotRunning` before `start`, after `close` and in a fork; `ConcurrentCall` while another call runs.
 
     `_turn`: the thread inside a call. `_why_not`: the reason why calls other than `release`, `cancel` and `close` are
-    refused; empty while the engine runs. `_is_broken`: a call ended half done and the accounts are inconsistent.
+    refused; empty while the engine runs. `_is_broken`: a call raised before its end, and the accounts are inconsistent.
     """
 
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
@@ -159,8 +166,7 @@ class CacheEngine:
         self._turn = _Turn()
         self._why_not = "the engine is not started; call start()"
         self._is_broken = False
-        self._is_started = False
-        self._is_closed = False
+        self._lifecycle = _Lifecycle.NEW
         self._finalizer: weakref.finalize[..., object] | None = None
         self._leases = dict[str, Lease]()
         self._prompts = Prompts(context.tree)
@@ -229,10 +235,10 @@ class CacheEngine:
     def start(self) -> None:
         """Start the threads; no copy runs before. Idempotent. Raises `NotRunning` after `close` and in a fork."""
         self._owner.require_here()
-        if self._is_closed or self._is_started:
+        if self._lifecycle is not _Lifecycle.NEW:
             self._require_running()
             return
-        self._is_started = True
+        self._lifecycle = _Lifecycle.STARTED
         self._why_not = ""
         threads = (self._transfers, self._stores, self._events)
         self._finalizer = weakref.finalize(self, abandon, self._owner, self._turn, *threads)
@@ -251,8 +257,8 @@ class CacheEngine:
         if not self._owner.is_here:
             return
         finalizer, was_running = self._finalizer, not self._why_not
-        was_closed = self._is_closed or (finalizer is not None and not finalizer.alive)
-        self._is_closed = True
+        was_closed = self._lifecycle is _Lifecycle.CLOSED or (finalizer is not None and not finalizer.alive)
+        self._lifecycle = _Lifecycle.CLOSED
         self._why_not = "the engine is closed; build another"
         if was_closed:
             for tier in self._stores:

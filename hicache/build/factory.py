@@ -39,7 +39,7 @@ from hicache.flow.components import COMPONENTS
 from hicache.flow.components.base import CacheComponent, EngineParts, HostLink
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
-from hicache.flow.write_policy import make_write_policy
+from hicache.flow.write_policy import OnEviction, make_write_policy
 from hicache.host.memory import available_bytes
 from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PagePacker
@@ -96,7 +96,7 @@ def build_engine(
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    links = _links(config, list(present.values()), spaces, watch, write_policy.is_exclusive)
+    links = _links(config, list(present.values()), spaces, watch, write_policy.on_eviction is OnEviction.EXCHANGE)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -105,7 +105,7 @@ def build_engine(
         return pages is not None and tree.names.of_component(name, tree.table.keys_of(node.rows[-1:]))[0] in pages
 
     others = [found for found in present.values() if found.name != FULL]
-    has_lower_tier = config.has_host and (write_policy.at_eviction or write_policy.is_exclusive)
+    has_lower_tier = config.has_host and write_policy.on_eviction is not OnEviction.DROP
     tree = RadixTree(
         page,
         hasher,

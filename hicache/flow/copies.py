@@ -33,6 +33,7 @@ from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located, first_gap, slices_of
 from hicache.flow.movement import Copy, Load, Movement, PromptRows
 from hicache.flow.prompt import Prompt
+from hicache.flow.write_policy import OnEviction
 from hicache.flow.writes import Writes
 from hicache.pages.names import PromptPages
 from hicache.pages.node import TreeNode
@@ -109,7 +110,7 @@ class Copies(Movement):
     def __init__(self, context: EngineContext, policy: LoadPolicy, writes: Sequence[Writes]) -> None:
         self._context, self._policy, self._writes = context, policy, tuple(writes)
         self._backups, self._loads = deque[Backup](), deque[Load]()
-        self._backs_up_evicted = context.has_host and context.write_policy.at_eviction
+        self._backs_up_evicted = context.has_host and context.write_policy.on_eviction is not OnEviction.DROP
         # Keys of pages that were skipped, the latest last; and the most pages that the device can have.
         self._counted: dict[bytes, None] = {}
         self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size

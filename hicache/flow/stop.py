@@ -20,6 +20,7 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies, Unsaved
 from hicache.flow.located import first_gap, spans
+from hicache.flow.write_policy import OnEviction
 from hicache.flow.writes import Writes, flush_host, num_lacking
 from hicache.pages.states import RAW, step_pages
 from hicache.pages.table import Rows
@@ -91,7 +92,7 @@ def _flush_device(context: EngineContext, copies: Copies, writes: Sequence[Write
     """Under a policy that copies at eviction, write the pages of the device, except full pages that the stores have.
     They stay on the device. Returns the number of pages that a store still lacks. All movements have ended."""
     tiers, num_left = [each.tier for each in writes], 0
-    if not context.has_host or not tiers or not context.write_policy.at_eviction:
+    if not context.has_host or not tiers or context.write_policy.on_eviction is OnEviction.DROP:
         return 0
     limits = {at.name: step_pages(at.host.num_pages) for at in context.components}
     pieces = (piece for piece in _all_pieces(context, copies, limits) if not _is_stored(piece, tiers))
@@ -120,9 +121,10 @@ def _num_refused(batch: Sequence[_Piece], writes: Sequence[Writes]) -> int:
 def _promised(context: EngineContext) -> Iterator[Rows]:
     """The pages of nodes that the write policy copies to a host with enough capacity, parents first."""
     policy, table, waiting = context.write_policy, context.tree.table, list(context.tree.root.children.values())
+    is_dropped = policy.on_eviction is OnEviction.DROP
     while waiting:
         node = waiting.pop()
-        num_selected = len(node.rows) if policy.at_eviction else first_gap(policy.selects(table, node.rows))
+        num_selected = first_gap(policy.selects(table, node.rows)) if is_dropped else len(node.rows)
         yield node.rows[:num_selected]
         waiting += node.children.values() if num_selected == len(node.rows) else ()
 

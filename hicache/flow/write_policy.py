@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
@@ -13,13 +14,18 @@ from hicache.errors import ConfigError
 from hicache.pages.table import Mask, PageTable, Rows
 
 
-class WritePolicy(Protocol):
-    """The contract of a write policy. Called on the scheduler thread. `at_eviction`: pages without a host copy are
-    copied when the device evicts them. `is_exclusive`: to free pages, the host first drops pages that are also on the
-    device."""
+class OnEviction(Enum):
+    """The effect of an eviction from the device on pages without a host copy."""
 
-    at_eviction: bool
-    is_exclusive: bool
+    DROP = auto()  # The pages are lost.
+    BACK_UP = auto()  # They are copied to the host, and the eviction waits for the copy.
+    EXCHANGE = auto()  # As BACK_UP, but no call waits, and the host first drops pages that are also on the device.
+
+
+class WritePolicy(Protocol):
+    """The contract of a write policy. Called on the scheduler thread."""
+
+    on_eviction: OnEviction
 
     def selects(self, table: PageTable, rows: Rows) -> Mask:
         """Return which of the pages `rows` of a prompt, which a request has just added or used, are copied at once.
@@ -29,7 +35,7 @@ class WritePolicy(Protocol):
 class WriteThrough:
     """Copies all pages at once."""
 
-    at_eviction = is_exclusive = False
+    on_eviction = OnEviction.DROP
 
     def selects(self, table: PageTable, rows: Rows) -> Mask:
         return np.ones(len(rows), np.bool_)
@@ -38,7 +44,7 @@ class WriteThrough:
 class WriteBack:
     """Copies a page when the device evicts it. The eviction waits for the copy."""
 
-    at_eviction, is_exclusive = True, False
+    on_eviction = OnEviction.BACK_UP
 
     def selects(self, table: PageTable, rows: Rows) -> Mask:
         return np.zeros(len(rows), np.bool_)
@@ -48,7 +54,7 @@ class Exclusive(WriteBack):
     """Copies pages at eviction as `WriteBack`. To free pages, the host first drops pages that are also on the device.
     No call waits for a copy, see `hicache.flow.staged_load`."""
 
-    is_exclusive = True
+    on_eviction = OnEviction.EXCHANGE
 
 
 # The values of the setting `write_policy`.

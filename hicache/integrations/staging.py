@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import takewhile
 from typing import ParamSpec, TypeVar
 
@@ -70,21 +71,25 @@ class StagingPages:
             self._descriptor = -1
 
 
+class _JobState(Enum):
+    IN_FLIGHT = auto()  # The store may access the pages, and the caller waits for the answer.
+    STALLED = auto()  # The store may still access the pages, and the caller no longer waits.
+    DONE = auto()  # The job was not submitted, was refused or was answered: the store does not access the pages.
+
+
 @dataclass(eq=False)
 class _StagedJob:
     """A job of a tier and its staging pages, uint8 [page_bytes] each.
 
     `ok`: for each key, whether it was found, read, stored or removed; all False if the tier refused the job or has not
-    answered in time. `is_in_flight`: the store may still access the pages. `is_abandoned`: the caller needs neither the
-    pages nor the answer any more.
+    answered in time. `is_abandoned`: the caller needs neither the pages nor the answer any more.
     """
 
     staging: StagingPages | None
     taken: list[PageBuffer]
     page_bytes: int = 0
     ok: list[bool] = field(default_factory=list)
-    is_answered: bool = False
-    is_in_flight: bool = False
+    state: _JobState = _JobState.DONE
     is_abandoned: bool = False
 
     @property
@@ -219,10 +224,10 @@ class WaitingTier:
         until_s = self.tier.clock() + wait_s
         while True:
             with self._changed:
-                while self._is_watched and not job.is_answered and self.tier.clock() <= until_s:
+                while self._is_watched and job.state is _JobState.IN_FLIGHT and self.tier.clock() <= until_s:
                     self._changed.wait(_LOOK_S)
                 left_s = until_s - self.tier.clock()
-                if job.is_answered or left_s < 0:
+                if job.state is not _JobState.IN_FLIGHT or left_s < 0:
                     return job.ok
                 self._is_watched = True
             try:
@@ -263,9 +268,8 @@ class WaitingTier:
 
     def _submit(self, staged: _StagedJob, submit: Callable[[J], bool], job: J, num_keys: int) -> _StagedJob:
         staged.ok = [False] * num_keys
-        staged.is_in_flight = submit(job)
-        staged.is_answered = not staged.is_in_flight
-        if staged.is_in_flight:
+        if submit(job):
+            staged.state = _JobState.IN_FLIGHT
             self._in_flight[job.ticket] = staged
         return staged
 
@@ -276,12 +280,12 @@ class WaitingTier:
 
     def _take(self, outcome: Outcome) -> None:
         job = self._in_flight[outcome.ticket]
-        is_late = job.is_answered
-        job.is_answered = True
         if isinstance(outcome, Stalled):
+            job.state = _JobState.STALLED
             return
+        is_late = job.state is _JobState.STALLED
         del self._in_flight[outcome.ticket]
-        job.is_in_flight = False
+        job.state = _JobState.DONE
         if job.is_abandoned:
             self._release(job)
         if is_late:
@@ -295,7 +299,7 @@ class WaitingTier:
         """Note that the caller needs neither the pages nor the answer. Free the pages unless the store may still use
         them."""
         job.is_abandoned = True
-        if not job.is_in_flight and job.staging is not None:
+        if job.state is _JobState.DONE and job.staging is not None:
             job.staging.give_back(job.taken)
 
     def _close(self) -> bool:

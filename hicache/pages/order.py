@@ -1,7 +1,7 @@
 """The order in which the pages of one tier are evicted.
 
-    first out pages that another tier has as well, if the tier is exclusive: the one used last is evicted first ended
-    pages of sessions that have ended
+    first out     pages that another tier has as well, if the tier is exclusive: the one used last is evicted first
+    ended         pages of sessions that have ended
     plain         all pages of no other class
     kept          pages with a deadline
     expected      pages that queued requests will need

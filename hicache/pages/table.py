@@ -69,7 +69,7 @@ class Seen(Columns):
 class PageTable(Columns):
     """The rows of pages, by page key if they have one. Owned by the scheduler thread.
 
-    `index`          of the page in its prompts, from 0
+    `index`          index of the page in its prompts, from 0
     `previous`       row of the page before it, if a request named both
     `age`            a number that no other row has or had; the newest row has the highest
     `name`           see `names_of`
@@ -77,7 +77,7 @@ class PageTable(Columns):
     `hits`           requests that used the page in memory
     `priority`       the highest priority of a request that used it
     `refs`           references to the row: tiers that have the page or to which it is in flight, calls of `hold`, and
-    rows that follow it
+                     rows that follow it
 
     Each column has one additional entry for `NO_ROW`, which reads as a free row. `num_rows`: initial capacity, for
     example the pages of all tiers; the table doubles when it is full.

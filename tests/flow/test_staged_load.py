@@ -14,6 +14,7 @@ from disk_case import TroubledStore, failing, page_keys
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ExchangePending, NotStored, OutOfSlots, TransferBusy
 from hicache.flow.movement import Load, settle
+from hicache.flow.write_policy import OnEviction
 from hicache.metrics import HistogramValue
 from hicache.replay.cache import ReplaySettings
 from memory_store import MemoryPageStore
@@ -408,5 +409,8 @@ def test_the_engine_and_the_replay_choose_the_policy_that_is_not_set() -> None:
             assert engine.inspect.context.config.write_policy == expected
             assert (engine.inspect.context.exclusive is not None) == (expected == "exclusive")
         with build_engine(config(**sizes, write_policy="write_back"), model, store=store) as engine:
-            assert engine.inspect.context.write_policy.at_eviction and engine.inspect.context.exclusive is None
+            assert (
+                engine.inspect.context.write_policy.on_eviction is not OnEviction.DROP
+                and engine.inspect.context.exclusive is None
+            )
     assert [ReplaySettings(4, 4, disk).write_policy for disk in (0, 4, None)] == ["exclusive", *["write_through"] * 2]

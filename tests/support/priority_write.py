@@ -6,6 +6,7 @@ It is a policy where a name has an entry for it in `hicache.flow.write_policy.PO
 
 from __future__ import annotations
 
+from hicache.flow.write_policy import OnEviction
 from hicache.pages.table import Mask, PageTable, Rows
 
 
@@ -13,11 +14,11 @@ class PriorityWriteThrough:
     """Copy pages at once that requests of at least priority `minimum` use. A page has the highest priority of its
     requests, and no page ranks below the next one, so the copied pages are always a prefix."""
 
-    at_eviction = is_exclusive = False
+    on_eviction = OnEviction.DROP
 
     def __init__(self, minimum: int) -> None:
         self._minimum = minimum
 
     def selects(self, table: PageTable, rows: Rows) -> Mask:
-        is_wanted: Mask = table.priority[rows] >= self._minimum
-        return is_wanted
+        is_selected: Mask = table.priority[rows] >= self._minimum
+        return is_selected

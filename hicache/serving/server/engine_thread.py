@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 
 from hicache.engine import CacheEngine, Hit, MemoryTier
@@ -49,6 +50,12 @@ class RequestEnded:
 Event = TokenChosen | RequestEnded
 
 
+class _State(Enum):
+    RUNNING = auto()
+    STOPPING = auto()
+    FAILED = auto()
+
+
 class EngineThread:
     """Runs `scheduler` over `engine`, which it starts, and closes the engine at its end.
 
@@ -66,17 +73,17 @@ class EngineThread:
         self._metrics: Mapping[str, MetricValue] = {}
         self._next_metrics_s = 0.0
         self._num_running = 0
-        self._stopping = self._failed = False
+        self._state = _State.RUNNING
         self._thread = threading.Thread(target=self._run, name="hicache-engine", daemon=True)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._failed
+        return self._thread.is_alive() and not self.failed
 
     @property
     def failed(self) -> bool:
         """Return whether a step or the engine's final check raised."""
-        return self._failed
+        return self._state is _State.FAILED
 
     @property
     def num_running(self) -> int:
@@ -125,14 +132,14 @@ class EngineThread:
         try:
             try:
                 self._warm_up()
-                while not self._stopping:
+                while self._state is _State.RUNNING:
                     self._take_commands()
                     self._step()
                 self._engine.check()
             finally:
                 self._engine.close()
         except Exception:
-            self._failed = True
+            self._state = _State.FAILED
             log.exception("the engine failed")
         self._num_running = 0
         self._deliver(())
@@ -142,13 +149,13 @@ class EngineThread:
         try:
             wait_s = 0.0 if self._scheduler.num_unfinished else _IDLE_S
             self._commands.get(block=bool(wait_s), timeout=wait_s or None)()
-            while not self._stopping:
+            while self._state is _State.RUNNING:
                 self._commands.get_nowait()()
         except queue.Empty:
             return
 
     def _stop(self) -> None:
-        self._stopping = True
+        self._state = _State.STOPPING
         self._scheduler.abort_all()
 
     def _reset(self, tiers: Sequence[MemoryTier], done: concurrent.futures.Future[bool]) -> None:
