@@ -153,12 +153,12 @@ def _pool_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
 
     mover = TiledCopy(buffers, kernels)
     variants = {"move": Variant(lambda: mover.move(target, source), num_bytes, verify_move, 0.85)}
-    # The halves of a ring change places: every row is at risk.
+    # The halves of a ring are swapped, so every source is also a target.
     ring = order[2 * tokens : 3 * tokens]
     shifted = ring.roll(tokens // 2)
     variants["move_overlapping"] = Variant(lambda: mover.move(shifted, ring), num_bytes, lambda: None, None)
 
-    # For sizes below one page of all layers: one page of fewer layers.
+    # If `num_bytes` is less than one page of all layers, copy one page of fewer layers.
     num_pages = max(1, tokens // PAGE)
     layers = num_bytes // (num_pages * PAGE * 2 * ROW_BYTES)
     slots = _paged_slots(num_pages * PAGE, size, device)

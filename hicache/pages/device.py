@@ -48,8 +48,8 @@ class DevicePages(Columns):
         self.table, self.size, self._full, self._shares_slots = table, size, full, shares_slots
         self.num_held = 0
         self._slots = _NO_SLOTS  # int64 `[pool_page, size]`, on the device of the first value
-        self._free_places, self._first_free = NO_ROWS, 0  # a stack: free places from an index to the end
-        self._numbers = NO_ROWS  # all places in order
+        self._free_places, self._first_free = NO_ROWS, 0  # a stack: free entries of `_slots`, from an index to the end
+        self._numbers = NO_ROWS  # the indices of all entries of `_slots`
         table.add_columns(self)
         self.order = EvictionOrder(table, policy, is_linked=full is None)
 

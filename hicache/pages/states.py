@@ -191,7 +191,7 @@ class TierPages(Columns):
         assert not (states & (IN_FLIGHT | HELD)).any(), "it has a page of the pool already"
         before = self.table.previous[rows]
         before = before[self.state[before] & (HELD | ABOVE) == HELD]
-        self.table.hold(rows)  # an eviction below may end the last use of a row; from now on the states refer to it
+        self.table.hold(rows)  # keeps the rows if an eviction below removes their last reference
         try:
             if len(rows) > num_free:
                 before = np.unique(before)

@@ -64,7 +64,7 @@ class PageCopies:
             )
 
     def to_load(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor | None) -> list[PageCopy]:
-        """Return the copies of a load: at most one of packed pages and one of unpacked pages. `rest` is that of
+        """Return the copies of a load: at most one of packed pages and one of unpacked pages. `rest`: see
         `TransferBackend`."""
         if rest is None or not rest.any():
             return [self.to_store(slots, pages, None)]

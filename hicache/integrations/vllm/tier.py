@@ -270,7 +270,7 @@ class HiCacheTier(SecondaryTierManager):
         hints = hints_of(req_context)
         if hints.keep_s:
             deadline = _Deadline(self._disk.clock() + hints.keep_s)
-            req_context.set_state(deadline)  # for stores in flight
+            req_context.set_state(deadline)  # stores in flight read it when they end
             self._disk.keep_until(self._server.keys(chunks_in_order(req_context)), deadline.until_s)
         self._lookups.forget(req_context.req_id)
         self.gate.forget(req_context.req_id)

@@ -301,7 +301,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(MAX_BACKLOG)  # this queue may be longer than one round of accepts
+            listener.listen(MAX_BACKLOG)  # the kernel's queue of connections that are not accepted yet
         self.listening.set()
 
     @contextlib.contextmanager

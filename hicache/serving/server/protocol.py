@@ -54,8 +54,8 @@ _SAMPLING = (
 )
 
 
-# Fields of generation that are ignored. Those about tools choose among tools in a request, which this server does not
-# support.
+# Fields of generation requests that are ignored. Fields such as `tool_choice` only select among the tools of a request,
+# and a request with tools is refused.
 IGNORED = frozenset(
     {
         "user",
