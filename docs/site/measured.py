@@ -31,7 +31,7 @@ _SIDES = {
 class Row:
     """A row. `measured` and `compared` are formats of the case's `value` and `ceiling`, and of numbers in its note by
     the word before them; if `compared` is "", its words come from the case's name. `others`: cases whose ceilings
-    follow."""
+    follow. `{runs}` in `what` becomes the fewest runs of a side of these cases, by their notes."""
 
     what: str
     case: str
@@ -48,7 +48,14 @@ class Row:
         compared = self.compared or f"{form} {_side(self.case)}"
         cells = [self.measured.format(value=case.value, **notes), compared.format(ceiling=case.ceiling, **notes)]
         cells[1] += "".join(f", {form.format(ceiling=cases[name].ceiling)} {_side(name)}" for name in self.others)
-        return [self.what, *(_grouped(cell) for cell in cells), f"`{self.case}`", f"`{self.file}`"]
+        runs = _runs([cases[name].note for name in (self.case, *self.others)]) if "{runs}" in self.what else ""
+        what = self.what.replace("{runs}", runs)
+        return [what, *(_grouped(cell) for cell in cells), f"`{self.case}`", f"`{self.file}`"]
+
+
+def _runs(notes: Sequence[str]) -> str:
+    fewest = min(int(number) for note in notes for number in re.findall(r"in (\d+) runs", note))
+    return "one run" if fewest == 1 else f"medians of {fewest} runs"
 
 
 def _side(case: str) -> str:
@@ -60,7 +67,10 @@ def _grouped(cell: str) -> str:
     return re.sub(r"(?<![\w.])\d{4,}", lambda found: f"{int(found[0]):,}".replace(",", " "), cell)
 
 
-_AGENTS = "40 sessions of agents, 320 turns, 16 clients, vLLM 0.32 with `HiCacheConnector` of 64 GiB, one H200"
+_AGENTS = (
+    "40 sessions of agents, 320 turns, 16 clients, vLLM 0.32 with `HiCacheConnector` of 64 GiB, one H200, GPU cache "
+    "not capped, {runs} of each"
+)
 _ON_DISK = "12 sessions of agents, 16 clients, vLLM 0.32 with `HiCacheConnector` of 16 GiB and a disk, one H200"
 _PACKED = "packed pages of 64 tokens, host to device, one"
 _COPY = "{ceiling:.1f} for a plain pinned copy, {packing:.1f} without packing"
@@ -80,22 +90,15 @@ ROWS: tuple[tuple[Row, ...], ...] = (
             "({compute:.0f} ms)",
         ),
     ),
-    (
+    tuple(
         Row(
-            f"{_AGENTS}, median of 3",
+            _AGENTS,
             "servers.vllm.agents.over_lazy.64",
             "servers-nvidia-h200.json",
             "{value:.1f} s",
-            others=tuple(f"servers.vllm.agents.over_{mode}.64" for mode in ("cpu", "none", "lmcache")),
-        ),
-        Row(
-            "300 turns of coding agents, 8 clients, vLLM 0.32 with `HiCacheOffloadingSpec` of 16 GiB, one H200, "
-            + _CAPPED,
-            "servers.vllm.sessions.spec",
-            "servers-vllm-sessions-memory-nvidia-h200.json",
-            "{value:.1f} s",
-            "{ceiling:.1f} with vLLM's CPU tier of 16 GiB",
-        ),
+            others=tuple(f"servers.vllm.agents.over_{mode}.64" for mode in others),
+        )
+        for others in (("cpu", "none", "lmcache"), ("cpu", "none"))
     ),
     (
         Row(
@@ -106,7 +109,8 @@ ROWS: tuple[tuple[Row, ...], ...] = (
             others=("servers.vllm.agents.disk.gate",),
         ),
         Row(
-            "300 turns of coding agents, 8 clients, the same spec with 8 GiB and a disk, one H100, " + _CAPPED,
+            "300 turns of coding agents, 8 clients, vLLM 0.32 with `HiCacheOffloadingSpec` of 8 GiB and a disk, one "
+            "H100, " + _CAPPED,
             "servers.vllm.sessions.disk.c8",
             "servers-vllm-sessions-gate-nvidia-h100-80gb-hbm3.json",
             "{value:.1f} s",
