@@ -92,6 +92,7 @@ MUTATIONS = (
              "max(0, end - 1)", MATCHES),
     Mutation("hicache/pages/tree.py", "component.first_required(length) // self.page_size : end",
              "component.first_required(end) // self.page_size : end", "tests/flow/test_engine_in_flight.py"),
+    Mutation("hicache/pages/tree.py", "return min(most, num_unlocked)", "return most", TREE),
     # Eviction
     Mutation("hicache/pages/tree.py", "node.rows = TokenRun(node.run.tokens[:num_tokens]), node.rows[:start]",
              "node.rows = TokenRun(node.run.tokens[:num_tokens]), node.rows[num_pages:]", TREE),

@@ -590,8 +590,12 @@ class RadixTree(Columns):
             node = above
 
     def _num_dead(self, leaf: TreeNode) -> int:
-        """Return the number of pages at the end of a leaf in which no match can end or continue."""
-        if self._full.order.locks[leaf.rows[-1]]:
+        """Return the number of unlocked pages at the end of a leaf in which no match can end or continue.
+
+        A backup that the host lacks capacity for locks only the first pages of a leaf.
+        """
+        num_unlocked = len(leaf.rows) - int(np.count_nonzero(self._full.order.locks[leaf.rows]))
+        if not num_unlocked:
             return 0
         most = 0
         for component, pages in self._others:
@@ -599,7 +603,7 @@ class RadixTree(Columns):
             is_needed = not has[-1] and component.first_required(leaf.depth_tokens) < leaf.depth_tokens
             if is_needed and not (self._is_below is not None and self._is_below(leaf, component.name)):
                 most = max(most, int(has[::-1].argmax()) if has.any() else len(has))
-        return most
+        return min(most, num_unlocked)
 
     def _violations(self, node: TreeNode) -> list[str]:
         """Return the violations of links, tokens and rows of one node."""

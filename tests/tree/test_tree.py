@@ -188,6 +188,28 @@ def test_with_the_end_of_a_leaf_leaves_what_no_match_can_end_in() -> None:
         tree.check()
 
 
+def test_locked_pages_at_the_beginning_of_a_leaf_stay() -> None:
+    """A backup that the host lacks capacity for locks the first pages of a leaf. No match can end in them, because the
+    state behind them leaves; they stay until they are unlocked."""
+    tree = tree_of(MambaComponent(), page=2)
+    node = tree.insert(tree.root, np.arange(8), torch.arange(1, 9)).node
+    tree.attach(node, MAMBA, torch.tensor([7]))
+    rows = node.rows
+    tree.pages[FULL].lock(rows[:2])
+    released = tree.evict(rows[-1:], FULL)
+    assert [(removed.component, removed.value.tolist()) for removed in released] == [
+        (MAMBA, [7]),
+        (FULL, [7, 8]),
+        (FULL, [5, 6]),
+    ]
+    tree.check()
+    assert tree.match(np.arange(8)).full_len == 4
+    tree.pages[FULL].unlock(rows[:2])
+    evict_all(tree)
+    tree.check()
+    assert not tree.num_nodes
+
+
 def test_a_state_is_dropped_alone_where_a_tier_below_has_it() -> None:
     """A leaf's state leaves alone where it can be had again; else no match could end in the leaf, which leaves too."""
     for is_below in (True, False):
