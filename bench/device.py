@@ -2,8 +2,6 @@
 
     bytes   fused store, moves, gathers and scatters of an 8B model's pool (bench.device_bytes)
     slots   allocations and frees against an empty kernel and a fill of the result; `host_us`: time of the caller
-    batch   prefill, decode, retraction and restoration as SGLang's callers do them, against plain attention over
-            contiguous keys and values, and against plain copies (bench.device_batch)
 
 Results are compared outside the timing. Calls that must not wait for the device also run once in a mode in which torch
 raises if they do.
@@ -20,9 +18,7 @@ import torch
 
 from hicache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from hicache.bench.common import Report, add_parts, chosen_parts, interleave
-from hicache.bench.device_batch import measure_batch
 from hicache.bench.device_bytes import PAGE, Run, measure_bytes, queued_timer
-from hicache.bench.machine import ROOT
 from hicache.config.environment import kernel_choice
 from hicache.kernels._triton import jit
 from hicache.kernels.alloc_decode import alloc_decode
@@ -31,7 +27,7 @@ from hicache.kernels.alloc_extend import alloc_extend
 NAME = "device"
 DESCRIPTION = "device tier: pages moved, against a device copy; allocators against an empty launch"
 
-PARTS = ("bytes", "slots", "batch")
+PARTS = ("bytes", "slots")
 TOKEN_ALLOC_US, LAUNCH_TARGET = 5.0, 1.5
 
 
@@ -63,12 +59,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     device: torch.device = args.device
     samples = args.samples or (30 if device.type == "cuda" else 5)
     torch.manual_seed(0)
-    # the batch is an example, which only a clone of the repository has
-    here = PARTS if ROOT is not None else PARTS[:-1]
-    for part in chosen_parts(args, report, here):
-        if part == "batch":
-            measure_batch(report, samples, device)
-        elif part == "slots":
+    for part in chosen_parts(args, report, PARTS):
+        if part == "slots":
             _measure_launches(report, samples, device)
             _measure_host(report, samples, device)
             _measure_frees(report, samples, device)
