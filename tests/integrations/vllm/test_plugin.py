@@ -32,7 +32,6 @@ cost.log.debug("a line for developers")
 """
 
 
-@pytest.mark.smoke
 def test_lines_of_hicache_are_in_the_log_of_vllm(tmp_path: Path) -> None:
     """With vLLM's format and from vLLM's level on, each line once."""
     ran = subprocess.run([sys.executable, "-c", LOGGED], cwd=tmp_path, capture_output=True, text=True, check=True)

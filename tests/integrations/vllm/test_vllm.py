@@ -215,8 +215,9 @@ def test_prompts_that_wait_for_rows_of_each_other_are_served(model: str, tmp_pat
     assert part.cached[0][0] == LITTLE_CHUNKS * 32 and all(0 < cached < CACHED for cached in part.cached[0])
 
 
-@pytest.mark.smoke
-@CONNECTORS
+@pytest.mark.parametrize(
+    "connector", [{}, pytest.param({"connector": "HiCacheConnector"}, marks=pytest.mark.smoke)], ids=["vllm", "hicache"]
+)
 def test_blocks_of_a_preempted_step_are_neither_hit_nor_stored(model: str, connector: dict[str, str]) -> None:
     """A request with low priority is scheduled and preempted in the same step: its new blocks have hashes and were not
     computed. Its tokens, and those of the same prompt from the CPU tier, are the tokens of a run without caches."""
