@@ -13,7 +13,6 @@ from hicache.storage import LmdbPageStore, open_store
 from hicache.storage.conformance import MakeStore, StoreConformance
 from memory_store import MemoryPageStore
 from own_store import opener
-from process_store import ProcessStore
 
 BUDGET_BYTES = 16 << 20
 
@@ -36,26 +35,6 @@ class TestMemory(StoreConformance):
     @pytest.fixture
     def make_store(self) -> MakeStore:
         return partial(opener, "own-store://?budget=16MiB")
-
-
-class TestThroughFrames(StoreConformance):
-    """The client and the server of a store process, in one process."""
-
-    copies_values = False
-
-    @pytest.fixture
-    def make_store(self, tmp_path: Path) -> MakeStore:
-        return partial(ProcessStore, f"lmdb://{tmp_path}?budget={BUDGET_BYTES}", in_process=True)
-
-
-@pytest.mark.long
-@pytest.mark.store_process
-class TestThroughProcess(StoreConformance):
-    copies_values = False
-
-    @pytest.fixture
-    def make_store(self, tmp_path: Path) -> MakeStore:
-        return partial(ProcessStore, f"lmdb://{tmp_path}?budget={BUDGET_BYTES}")
 
 
 class Overwriting(MemoryPageStore):
