@@ -51,8 +51,7 @@ RELEASE: list[tuple[str, list[str], float]] = [
     ("tree", [], 1),
     ("steps", [], 1),
     ("remote", [], 2),
-    ("serving", ["--only", "decode", "prefill", "host", "conversations"], 5),
-    ("serving", ["--only", "sessions"], 5),
+    ("serving", ["--only", "decode", "prefill", "host"], 4),
     ("serving", ["--only", "sessions-host"], 4),
     ("serving", ["--only", "stream", "compiled"], 6),
     ("both", ["--only", "rates", "eight"], 6),
@@ -66,7 +65,7 @@ RELEASE: list[tuple[str, list[str], float]] = [
     ("servers", ["--workload", "conversation", "--modes", "none,cpu,hicache"], 3),
     ("servers", ["--server", "sglang", "--modes", "none,files,hicache"], 4),
 ]
-_FOLDER_FLAGS = {"disk": "--dir", "serving": "--folder", "both": "--folder", "servers": "--folder"}
+_FOLDER_FLAGS = {"disk": "--dir", "both": "--folder", "servers": "--folder"}
 
 
 class _Parser(argparse.ArgumentParser):

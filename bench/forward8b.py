@@ -87,9 +87,8 @@ class Forward:
         self._gate_up = weight(shape.hidden, 2 * shape.mlp)
         self._down = weight(shape.mlp, shape.hidden)
 
-    def suffix(self, num_tokens: int, *, gather: bool = False) -> Suffix:
-        """Return a batch of `num_tokens` new tokens, the same at every call. `gather`: gather rows even if the slots
-        are one run.
+    def suffix(self, num_tokens: int) -> Suffix:
+        """Return a batch of `num_tokens` new tokens, the same at every call.
 
         Raises ValueError if there are fewer new slots. Waits for the device.
         """
@@ -99,7 +98,7 @@ class Forward:
         loc = self._new_slots[:num_tokens]
         slots = torch.cat([self._prefix_slots, loc])
         in_one_run = bool((slots.diff() == 1).all())
-        start = int(slots[0]) if in_one_run and not gather else None
+        start = int(slots[0]) if in_one_run else None
         generator = torch.Generator(device).manual_seed(num_tokens)
         x = torch.randn(num_tokens, shape.hidden, generator=generator, device=device, dtype=dtype)
         rows = (len(slots), shape.kv_heads, shape.head_dim)

@@ -5,9 +5,8 @@
     prefill       a prompt in chunks; the ceiling is one forward of plain transformers with sdpa over the prompt
     ttft.host     first token of a prompt whose prefix is on the host: max(load, compute) / measured; load: a plain
                   pinned copy of the same bytes; compute: the same request with the prefix on the device
-    conversations output tokens per second of conversations that do not fit the device, over those without a host tier
-    sessions      sessions of coding agents: makespan with a disk, over the better of no disk and always loading; time
-                  to first token, over that of first come, first served (`serving_sessions.py`)
+    sessions-host sessions of coding agents that do not fit device and host: makespan and time to first token, over no
+                  host and over other copies to it (`serving_sessions.py`)
     stream        running answers during a prompt of 128k tokens: the gaps between their tokens (`serving_streams.py`)
 
 Both sides of a case are measured in one process, in turns. On a CPU the model is tiny, and there are no targets.
@@ -19,7 +18,6 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,24 +32,24 @@ from hicache.bench.common import (
     percentile,
     timer_for,
 )
-from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
-from hicache.bench.serving_sessions import measure_sessions, measure_sessions_host
+from hicache.bench.serving_case import Served, ServedModel, prompts, random_llama, serving
+from hicache.bench.serving_sessions import measure_sessions_host
 from hicache.bench.serving_streams import measure_streams
 from hicache.engine import CacheRequest
-from hicache.serving import Chunk, Request
+from hicache.serving import Chunk
 
 NAME = "serving"
-DESCRIPTION = "decoding, prefill, first tokens from the host, conversations, agent sessions, streams; 8B geometry"
+DESCRIPTION = "decoding, prefill, first tokens from the host, agent sessions, streams; 8B geometry"
 
-PARTS = ("decode", "prefill", "host", "conversations", "sessions", "sessions-host", "stream", "compiled")
+PARTS = ("decode", "prefill", "host", "sessions-host", "stream", "compiled")
 NEW_TOKENS = 256
 DECODE_TARGET, COMPILED_TARGET = 0.3, 0.5
-PREFILL_TARGET, HOST_TARGET, CONVERSATIONS_TARGET = 1.0, 0.9, 2.0
+PREFILL_TARGET, HOST_TARGET = 1.0, 0.9
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in tokens, except `batches`, `steps`, and the numbers of `conversations` and `turns`."""
+    """Sizes in tokens, except `batches` and `steps`."""
 
     context: int
     batches: tuple[int, ...]
@@ -59,20 +57,14 @@ class Sizes:
     prefill: int
     chunk: int
     host_prefixes: tuple[int, ...]
-    conversations: int
-    turns: int
-    turn: int
-    answer: int
 
 
-REAL = Sizes(8192, (1, 8), 40, 32768, 8192, (8192, 32768, 131072 - 1024), 32, 10, 768, 16)
-TINY = Sizes(256, (1, 4), 5, 1024, 256, (512,), 4, 3, 64, 4)
+REAL = Sizes(8192, (1, 8), 40, 32768, 8192, (8192, 32768, 131072 - 1024))
+TINY = Sizes(256, (1, 4), 5, 1024, 256, (512,))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parts(parser, PARTS)
-    parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
-    parser.add_argument("--trace", type=Path, help="of `sessions`, as `hicache replay` reads; default: generated ones")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -81,8 +73,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
         "decode": lambda: _decode(report, served, sizes, compiled=False),
         "prefill": lambda: _prefill(report, served, sizes),
         "host": lambda: _first_token_from_host(report, served, sizes),
-        "conversations": lambda: _conversations(report, served, sizes),
-        "sessions": lambda: measure_sessions(report, served, args.trace, args.folder),
         "sessions-host": lambda: measure_sessions_host(report, served),
         "stream": lambda: measure_streams(report, served),
         # Last, so that side effects of torch.compile in the process affect no other case.
@@ -227,61 +217,3 @@ def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
     copy = {"copy": lambda: target.copy_(host, non_blocking=True)}
     seconds = interleave(copy, samples=7, timer=timer_for(device))["copy"]
     return percentile(seconds, 50) * num_bytes / part
-
-
-# Conversations
-
-
-def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
-    final = sizes.turns * (sizes.turn + sizes.answer)
-    working_set = sizes.conversations * final
-    device_tokens = max(working_set // 4, 2 * final)  # at least two conversations must fit
-    rates: dict[str, float] = {}
-    declined: dict[str, int] = {}
-    for kind, host_bytes in (("host", (working_set + 4096) * served.token_bytes), ("none", 0)):
-        with serving(
-            served,
-            chunk_tokens=sizes.chunk,
-            device_tokens=device_tokens,
-            host_bytes=host_bytes,
-            max_context_len=final + 128,
-        ) as engine:
-            _converse(engine, sizes, sizes.conversations // 4, turns=1, seed=99)  # captures the CUDA graphs
-            start = time.perf_counter()
-            num_tokens = _converse(engine, sizes, sizes.conversations, sizes.turns, seed=7)
-            rates[kind] = num_tokens / (time.perf_counter() - start)
-            declined[kind] = int(engine.engine.stats()["restore.declined_loads"])
-    name = f"serving.conversations.{sizes.conversations}x{sizes.turns}"
-    note = f"turns of {sizes.turn} tokens and answers of {sizes.answer}; the ceiling has no host tier; "
-    note += f"{declined['host']} loads were declined"
-    target = _target(served, CONVERSATIONS_TARGET)
-    report.case(name, [rates["host"]], "tokens/s", ceiling=rates["none"], target=target, note=note)
-
-
-def _converse(engine: Served, sizes: Sizes, num: int, turns: int, seed: int) -> int:
-    """Serve conversations concurrently; a turn is submitted when the previous turn has its answer. Returns the number
-    of output tokens."""
-    sync(engine.engine.pool.device)
-    scheduler = engine.scheduler(max_running=8)
-    questions = [prompts(turns, sizes.turn, engine.served.vocab, seed=seed * 1000 + i) for i in range(num)]
-    histories: list[Tokens] = [np.empty(0, dtype=np.int64) for _ in range(num)]
-    turn_of = [0] * num
-
-    def submit(i: int) -> None:
-        histories[i] = np.concatenate([histories[i], questions[i][turn_of[i]]])
-        turn_of[i] += 1
-        scheduler.submit(Request(f"{seed} {i} {turn_of[i]}", histories[i], sizes.answer))
-
-    for i in range(num):
-        submit(i)
-    generated = 0
-    while scheduler.num_unfinished:
-        for output in scheduler.step():
-            if output.error is not None:
-                raise output.error
-            i = int(output.request_id.split()[1])
-            generated += len(output.tokens)
-            histories[i] = np.concatenate([histories[i], np.array(output.tokens, dtype=np.int64)])
-            if turn_of[i] < turns:
-                submit(i)
-    return generated

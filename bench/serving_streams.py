@@ -76,17 +76,15 @@ def measure_streams(report: Report, served: ServedModel) -> None:
     add_stream_cases(report, sizes, runs[sizes.max_pass_s], runs[0.0], has_targets=served.model.device.type == "cuda")
 
 
-def serve_beside_streams(
-    scheduler: Scheduler, sizes: StreamSizes, vocab: int, clock: Callable[[], float] = time.perf_counter
-) -> StreamRun:
-    """Serve streams, and a prompt that arrives while they decode, until its first token. `clock`: seconds. Raises
-    AssertionError if a request ends before that."""
+def serve_beside_streams(scheduler: Scheduler, sizes: StreamSizes, vocab: int) -> StreamRun:
+    """Serve streams, and a prompt that arrives while they decode, until its first token. Raises AssertionError if a
+    request ends before that."""
     times: list[list[float]] = [[] for _ in range(sizes.streams + 1)]
     *streams, prompt = times
 
     def submit(name: str, num_tokens: int, answer: int, into: list[float], seed: int) -> None:
         (tokens,) = prompts(1, num_tokens, vocab, seed)
-        scheduler.submit(Request(name, tokens, answer), lambda _: into.append(clock()))
+        scheduler.submit(Request(name, tokens, answer), lambda _: into.append(time.perf_counter()))
 
     def step_until(has_arrived: Callable[[], bool]) -> None:
         while not has_arrived():
@@ -97,7 +95,7 @@ def serve_beside_streams(
         for number, into in enumerate(streams):
             submit(f"stream {number}", sizes.question, sizes.answer, into, number)
         step_until(lambda: all(len(into) >= _BEFORE for into in streams))
-        submitted_s = clock()
+        submitted_s = time.perf_counter()
         submit("prompt", sizes.context - sizes.prompt_answer, sizes.prompt_answer, prompt, sizes.streams)
         step_until(lambda: bool(prompt))
     finally:

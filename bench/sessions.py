@@ -1,4 +1,4 @@
-"""Sessions of coding agents as a workload: from a trace, generated to resemble one, or as traffic of a given size.
+"""Sessions of coding agents as a workload: generated to resemble a trace, or as traffic of a given size.
 
 A turn of a session extends its previous prompt; all sessions begin with one of a few system prompts. A prompt is a list
 of block ids, each standing for a few tokens, so its length can be scaled: a trace with 64 tokens a block gives prompts
@@ -13,12 +13,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from hicache.replay.trace import Trace, TraceRequest, read_trace
+from hicache.replay.trace import Trace, TraceRequest
 
 _AT_ONCE = 16  # number of concurrent generated sessions
 _MEAN_TURNS = 20
@@ -103,20 +102,9 @@ class Prompts:
         return self._known[block]
 
 
-def read_turns(path: Path, scale: Scale) -> list[Turn]:
-    """Return the first `scale.requests` turns of a trace (`hicache.replay.trace`) with lengths within the scale."""
-    requests = enumerate(read_trace(path).requests)
-    turns = (
-        Turn(request.session or f"request {number}", tuple(request.blocks.tolist()))
-        for number, request in requests
-        if scale.has(len(request.blocks))
-    )
-    return list(itertools.islice(turns, scale.requests))
-
-
-def generated_turns(scale: Scale, seed: int = 0) -> list[Turn]:
+def generated_turns(scale: Scale) -> list[Turn]:
     """Generate turns. A session begins with about 1/8 of the longest prompt, and grows by about 1/400 of it a turn."""
-    generator, ids, names = random.Random(seed), itertools.count(), itertools.count()
+    generator, ids, names = random.Random(0), itertools.count(), itertools.count()
     longest, shortest = scale.longest // scale.block_tokens, -(-scale.shortest // scale.block_tokens)
 
     def new_blocks(median: float, spread: float) -> list[int]:
@@ -139,9 +127,9 @@ def generated_turns(scale: Scale, seed: int = 0) -> list[Turn]:
     return turns
 
 
-def traffic_of(traffic: Traffic, seed: int = 0) -> Workload:
+def traffic_of(traffic: Traffic) -> Workload:
     """Generate the first `scale.requests` turns of `traffic`."""
-    generator, ids, names = random.Random(seed), itertools.count(), itertools.count()
+    generator, ids, names = random.Random(0), itertools.count(), itertools.count()
     block_tokens, longest = traffic.scale.block_tokens, traffic.scale.longest // traffic.scale.block_tokens
 
     def new_blocks(median: int, spread: float) -> tuple[int, ...]:

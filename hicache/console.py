@@ -202,10 +202,9 @@ def print_table(
     *,
     title: str = "",
     notes: Iterable[str] = (),
-    file: IO[str] | None = None,
 ) -> None:
     """Print a table, and below it each of `notes` on its own line."""
-    out = new_console(file)
+    out = new_console()
     out.print(table(headings, rows, title=title))
     for note in notes:
         out.print(_text(note))
