@@ -5,45 +5,26 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 
 import numpy as np
 import pytest
 
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
-from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, S3Server, Server
+from hicache.bench.remote_servers import MooncakeServer, Server
 from hicache.errors import NotStored
 from hicache.storage import PageFormat, open_store
 from hicache.tiers import REMOTE
 from programs import program
-from remote_case import with_options
 from toy_model import GEOMETRY, config, serve
 from waiting import eventually
 
 pytestmark = pytest.mark.remote
 
 PROMPT_LEN, CACHED_LEN, NUM_PROMPTS = 90, 88, 8
-SERVERS: dict[str, tuple[Callable[[], Server], Callable[[], str], str]] = {
-    "s3": (S3Server, S3Server.missing, "timeout=60"),
-    "mooncake": (partial(MooncakeServer, 64 << 20, lease_ms=60_000), MooncakeServer.missing, "timeout=60&buffer=16MiB"),
-}
 TROUBLES = [
     f"remote.{io}_{what}" for io in ("reads", "writes") for what in ("stalled_jobs", "failures", "refused_jobs")
 ]
-
-
-@pytest.fixture
-def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    make, missing, options = SERVERS[request.param]
-    if reason := missing():
-        pytest.skip(reason)
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with make() as server:
-        server.url = with_options(server.url, options)
-        yield server
 
 
 def prompt(seed: int) -> np.ndarray:

@@ -103,7 +103,7 @@ def sizes_and_rules(
     return device, host, sizes, rules
 
 
-@pytest.mark.parametrize("hinted", [False, True])
+@pytest.mark.parametrize("hinted", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("policy", "write_policy", "has_disk"), CASES)
 def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, hinted: bool) -> None:
     """Pages of one token, requests one after the other, each copy ended before the next step, and the disk written as

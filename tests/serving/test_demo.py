@@ -18,7 +18,7 @@ from hicache.serving.demo import TIERS, Outcome
 from hicache.serving.runner import Chunk, ModelRunner
 
 MOVED = ("backup.bytes", "restore.bytes", "persist.bytes", "prefetch.bytes")
-BY_DEFAULT, LONG = "llama gemma3n_text lfm2 llama4_text", "gpt_oss qwen3_next bamba kimi_linear falcon_h1 mimo_v2_flash"
+BY_DEFAULT, LONG = "gemma3n_text lfm2", "llama llama4_text gpt_oss qwen3_next bamba kimi_linear falcon_h1 mimo_v2_flash"
 
 
 def saved(tmp_path: Path, row: str) -> str:
