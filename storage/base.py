@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, TypeGuard
+from typing import Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +112,7 @@ def opening_error(what: str, error: Exception) -> StoreError:
     return StoreUnavailable(f"cannot open {what}: {why}; free space or repair the disk")
 
 
+@runtime_checkable
 class Leases(Protocol):
     """Leases by key between machines that share a store: one machine computes a prompt, other machines wait.
     Leases expire by themselves. Any threads. Times are seconds since 1970; the clocks of the machines must agree.
@@ -126,6 +128,36 @@ class Leases(Protocol):
     def who(self, key: bytes) -> float | None:
         """The end of the lease of `key`; None if there is none that has not expired."""
         ...
+
+
+class DiskPages(ABC):
+    """Methods of a store on a disk of this machine, in addition to `PageStore`. Any thread calls `keep_until`, and the
+    writer thread calls the other methods."""
+
+    @property
+    @abstractmethod
+    def note(self) -> bytes:
+        """Bytes that clients store with the pages, b"" at first. They are lost if the index is not sealed."""
+
+    @note.setter
+    @abstractmethod
+    def note(self, note: bytes) -> None: ...
+
+    @abstractmethod
+    def keep_until(self, keys: Sequence[bytes], until_s: float) -> None:
+        """Count pages as used, and evict them after other pages until `until_s`. Does not block."""
+
+    @abstractmethod
+    def keep_budget(self) -> None:
+        """Evict pages above the store's share of a budget that stores of one folder have together."""
+
+    @abstractmethod
+    def evict_all(self) -> bool:
+        """Evict all pages. Returns whether none is left."""
+
+    @abstractmethod
+    def announce_close(self) -> None:
+        """Announce that `close` follows, for processes that want to open the store."""
 
 
 class PageStore(Protocol):

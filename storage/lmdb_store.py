@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from hicache.storage.base import Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
+from hicache.storage.base import DiskPages, Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
 from hicache.storage.calls import Counters, check_keys, check_pages
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
@@ -66,7 +66,7 @@ class _PendingRead(NamedTuple):
     buffer: PageBuffer
 
 
-class LmdbPageStore:
+class LmdbPageStore(DiskPages):
     """A `PageStore` in one directory; `PageStore` describes the methods, their threads and the order of keys.
 
     `identity`: readable fields that determine the content of a page, for example model, dtype and layout. Opening a
@@ -322,6 +322,11 @@ class LmdbPageStore:
         """Evict pages until other stores of the folder have their share of the budget, as each `put` does."""
         with self.writing() as writer:
             writer.keep_budget()
+
+    def evict_all(self) -> bool:
+        with self.writing() as writer:
+            writer.evict_to(0)
+        return self.stats().entries == 0
 
     def compact(self) -> int:
         """Give free slots back to the file system. Returns by how many bytes the files shrank."""

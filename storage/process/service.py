@@ -20,10 +20,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple, Protocol, TypeAlias
 
-from hicache.storage.base import PageStore, StoreError, StoreStats
-from hicache.storage.dir_store import DirPageStore
-from hicache.storage.lmdb_store import LmdbPageStore
-from hicache.storage.maintenance import evict
+from hicache.storage.base import DiskPages, Leases, PageStore, StoreError, StoreStats
 from hicache.storage.process.health import Breaker, BreakerToken, Watchdog
 from hicache.storage.process.io_queue import IoQueue, Queued
 from hicache.storage.process.jobs import (
@@ -43,7 +40,6 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.shared_memory import BACKUP_NUMBERS
-from hicache.storage.s3_store import S3PageStore
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +134,8 @@ class StoreService:
 
     def keep_until(self, keys: Sequence[bytes], deadline_s: float) -> None:
         """Evict these pages after all other pages until `deadline_s`, if the store is on a disk."""
-        if isinstance(self.store, LmdbPageStore):
-            self._hint(partial(self.store.keep_until, keys, time.monotonic() + deadline_s - self.clock()))
+        if (disk := self._disk_pages) is not None:
+            self._hint(partial(disk.keep_until, keys, time.monotonic() + deadline_s - self.clock()))
 
     def _hint(self, give: Callable[[], None]) -> None:
         try:
@@ -151,6 +147,11 @@ class StoreService:
                     self._settings.name,
                 )
             self.failed_touches += 1
+
+    @property
+    def _disk_pages(self) -> DiskPages | None:
+        """The store, if it is on a disk of this machine."""
+        return self.store if isinstance(self.store, DiskPages) else None
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -172,12 +173,12 @@ class StoreService:
     @property
     def note(self) -> bytes:
         """Return the bytes that clients store with the pages; b"" if the store cannot store them."""
-        return self.store.note if isinstance(self.store, LmdbPageStore) else b""
+        return b"" if (disk := self._disk_pages) is None else disk.note
 
     @note.setter
     def note(self, note: bytes) -> None:
-        if isinstance(self.store, LmdbPageStore):
-            self.store.note = note
+        if (disk := self._disk_pages) is not None:
+            disk.note = note
 
     @property
     def is_busy(self) -> bool:
@@ -219,8 +220,8 @@ class StoreService:
     def close(self) -> None:
         """Finish the queued jobs, end the threads, and close or sync the store; blocks while the disk stalls. Must not
         be called on the serving thread. Raises the error of closing the store."""
-        if self._owns_store and isinstance(self.store, LmdbPageStore):
-            self.store.announce_close()
+        if self._owns_store and (disk := self._disk_pages) is not None:
+            disk.announce_close()
         if self.copies is not None:
             self.copies.close()
         self.writes.stop()
@@ -294,11 +295,11 @@ class StoreService:
 
     def _keep_budget(self, watchdog: Watchdog[_Write]) -> None:
         """Evict pages above the store's share of the budget; `put` does this too, but only if there is a write."""
-        token = self.writes.breaker.admit(can_probe=False)
-        if token is not None and isinstance(self.store, LmdbPageStore):
+        disk, token = self._disk_pages, self.writes.breaker.admit(can_probe=False)
+        if token is not None and disk is not None:
             watchdog.begin([], token)
             try:
-                self.store.keep_budget()
+                disk.keep_budget()
             except Exception:
                 log.exception("the budget of the %s tier is not kept", self._settings.name)
             watchdog.end()
@@ -320,14 +321,14 @@ class StoreService:
         return self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
 
     def _lease(self, job: LeaseJob, token: BreakerToken) -> LeaseDone:
-        store, end_s = self.store, 0.0
-        if not isinstance(store, DirPageStore | S3PageStore):
+        leases, end_s = self.store, 0.0
+        if not isinstance(leases, Leases):
             return LeaseDone(job.ticket, batch=job.batch)
 
         def ask() -> list[bool]:
             nonlocal end_s
-            has_begun = bool(job.until_s) and store.begin(job.key, job.until_s)
-            end_s = job.until_s if has_begun else store.who(job.key) or 0.0
+            has_begun = bool(job.until_s) and leases.begin(job.key, job.until_s)
+            end_s = job.until_s if has_begun else leases.who(job.key) or 0.0
             return [has_begun]
 
         begun, _ = self._ask_to_read(ask, token, proves=False)
@@ -376,7 +377,7 @@ class StoreService:
         def remove() -> list[bool]:
             self._require_writable(token)
             if keys is None:
-                return [_emptied(store)]
+                return [(disk := self._disk_pages) is not None and disk.evict_all()]
             held = store.contains(keys)
             store.delete(keys)
             return [was and not still for was, still in zip(held, store.contains(keys), strict=True)]
@@ -495,14 +496,6 @@ def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
     if len(found) != len(asked):
         raise StoreError(f"a store was asked about {len(asked)} pages, and gave {len(found)} answers")
     return found
-
-
-def _emptied(store: PageStore) -> bool:
-    """Remove all pages. Returns whether the store is empty now, and False for a store that cannot remove all pages."""
-    if not isinstance(store, LmdbPageStore):
-        return False
-    evict(store, 0)
-    return store.stats().entries == 0
 
 
 def unserved_read(job: Question) -> QuestionDone:
