@@ -1,8 +1,8 @@
 """Sessions of coding agents by the reference scheduler, with more sessions than device and host hold.
 
 32 clients send the turns of `sessions.py: Traffic`. The working set is 4 times the device, and the host, under
-`exclusive`, as large as the device. The cases of `sessions.host` compare the makespan with runs without a host and
-`write_through`, p99 of the time to first token over that of `write_through`, and p99 of the time that a call was
+`exclusive`, as large as the device. The cases of `sessions.host` compare makespan and p99 of the time to first token
+with `write_through`, and the makespan with a run without a host. Another case is p99 of the time that a call was
 blocked by a copy of evicted pages. Every run has a new engine. A helper of the benchmarks `serving` and `both`.
 """
 
