@@ -6,6 +6,7 @@ Each check yields findings. A finding with `change` needs attention; it is an er
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -14,16 +15,19 @@ import os
 import platform
 import resource
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hicache.console import columns, path_of, scaled, sized
-from hicache.errors import ConfigError
 from hicache.host.cores import usable_cores
 from hicache.host.memory import RESERVE_BYTES, available_bytes
-from hicache.integrations.versions import SGLANG, VLLM, require_version
+from hicache.integrations.probes import missing_features
+from hicache.integrations.sglang.features import USED
+from hicache.integrations.versions import SGLANG, VLLM, tested_release
+from hicache.integrations.vllm.features import PLUG_INS
 from hicache.releases import TESTED
 from hicache.storage.disk_rate import measure_disk
 
@@ -40,7 +44,10 @@ _EXTRAS = {
     "mooncake": ("mooncake-transfer-engine-non-cuda",),
 }
 _REQUIRED = ("torch", "triton", "numpy", "lmdb", "zstandard", "xxhash")
-_SERVERS = {"vLLM": ("vllm", VLLM), "SGLang": ("sglang", SGLANG)}
+_SERVERS = {
+    "vLLM": ("vllm", VLLM, PLUG_INS["HiCacheConnector"]),
+    "SGLang": ("sglang", SGLANG, (USED,)),
+}
 
 
 @dataclass(frozen=True)
@@ -190,15 +197,22 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _plug_ins() -> Iterator[Finding]:
+    """The servers' plug-ins. Only a release that was not tested is probed, because this imports the server, which may
+    print lines."""
     section = "plug-ins"
-    for server, (package, tested) in _SERVERS.items():
+    for server, (package, tested, features) in _SERVERS.items():
         version = _version(package)
         if version is None:
             yield Finding(section, server, "not installed")
             continue
-        try:
-            release = require_version(server, version, tested)
-        except ConfigError as error:
-            yield Finding(section, server, f"{version}: the plug-in does not load", str(error), is_error=True)
+        if (release := tested_release(version, tested)) is not None:
+            yield Finding(section, server, f"{version}: the plug-in loads, as for {release}")
             continue
-        yield Finding(section, server, f"{version}: the plug-in loads, as for {release}")
+        with contextlib.redirect_stdout(sys.stderr):
+            missing = missing_features(features)
+        if missing:
+            change = f"install {server} {' or '.join(tested)}: {missing[0]}"
+            yield Finding(section, server, f"{version}: the plug-in does not load", change, is_error=True)
+        else:
+            change = f"compare some answers with those of {server} alone; {', '.join(tested)} were tested"
+            yield Finding(section, server, f"{version}: never tested, and has what the plug-in uses", change)

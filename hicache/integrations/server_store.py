@@ -32,7 +32,7 @@ from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import is_store_name, store_name
 from hicache.stores.tier import StoreTier, open_tier
 
-_SERVER = re.compile(r"[a-z]+ [0-9.]+")
+_SERVER = re.compile(r"[a-z]+ [0-9.]+|[a-z]+ [0-9]\S* untested")
 _IGNORED = {"lost+found"}
 _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each of them path=unix:SOCKET"
 

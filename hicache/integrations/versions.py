@@ -1,28 +1,67 @@
-"""The supported releases of each server. Interfaces of servers change between minor releases."""
+"""The tested releases of each server. An untested release causes one warning, and has stores of its own."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Sequence
 
 from hicache.errors import ConfigError
+from hicache.integrations.probes import Features, missing_features, wrong_overrides
+
+log = logging.getLogger(__name__)
 
 VLLM = ("0.32", "0.33")
 SGLANG = ("0.5.23",)
+_MAX_NAMED = 3
 
 
-def require_version(server: str, version: str, tested: Sequence[str]) -> str:
-    """Return the supported release that `version` belongs to, like "0.32" for "0.32.0+cpu".
+def tested_release(version: str, tested: Sequence[str]) -> str | None:
+    """Return the tested release that `version` belongs to, like "0.32" for "0.32.0+cpu"; None if it belongs to none.
 
-    `tested`: the supported releases. A release of three numbers, like "0.5.23", includes its release candidates and
-    post releases: 0.5.23rc1, 0.5.23.post1. Raises `ConfigError` for any other version, because an untested version
-    might load wrong pages.
+    A release of three numbers, like "0.5.23", includes its release candidates and post releases: 0.5.23rc1,
+    0.5.23.post1.
     """
     numbers = re.split(r"[^\d.]", version, maxsplit=1)[0].strip(".").split(".")
-    for release in tested:
-        if numbers[: len(release.split("."))] == release.split("."):
-            return release
-    raise ConfigError(
-        f"{server} {version} was never tested with hicache, which supports {', '.join(tested)}; install one of these, "
-        f"or a release of hicache that supports {server} {version}"
-    )
+    return next((release for release in tested if numbers[: len(release.split("."))] == release.split(".")), None)
+
+
+def release_name(version: str, tested: Sequence[str]) -> str:
+    """Return the release for the identity of a store. A tested release has one name for all its patches. An untested
+    release has a name of its own: its pages are never served by another release, nor by the same one once tested."""
+    return tested_release(version, tested) or f"{version} untested"
+
+
+@functools.cache
+def warn_untested(server: str, version: str, tested: tuple[str, ...]) -> None:
+    """Log one warning in this process if the release was not tested."""
+    if tested_release(version, tested) is None:
+        log.warning(
+            "%s %s was never tested with hicache; %s were. Its interface has all that hicache uses, so the plug-in "
+            "runs, and keeps its pages in stores of its own. Compare some answers with those of a server without it",
+            server,
+            version,
+            ", ".join(tested),
+        )
+
+
+def require_features(server: str, version: str, tested: Sequence[str], features: Sequence[Features]) -> None:
+    """Raise `ConfigError` if the server lacks a feature."""
+    _refuse(server, version, tested, missing_features(features))
+
+
+def require_overrides(
+    server: str, version: str, tested: Sequence[str], features: Sequence[Features], package: str
+) -> None:
+    """Raise `ConfigError` if a class of the plug-in's `package` does not match its base class in the server."""
+    _refuse(server, version, tested, wrong_overrides(features, package))
+
+
+def _refuse(server: str, version: str, tested: Sequence[str], missing: Sequence[str]) -> None:
+    if missing:
+        others = f", and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        raise ConfigError(
+            f"{server} {version} has not the interface that hicache uses: {'; '.join(missing[:_MAX_NAMED])}{others}. "
+            f"Install {server} {' or '.join(tested)}, or a release of hicache that supports {server} {version}"
+        )

@@ -1,16 +1,20 @@
-"""The installed release of SGLang, and classes imported from it. Importing this module raises `ConfigError` for a
-release that was not tested."""
+"""The installed release of SGLang, and classes imported from it. Importing this module raises `ConfigError` if SGLang
+lacks a feature that the backend uses."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 from typing import Any
 
-from hicache.integrations.versions import SGLANG, require_version
+from hicache.integrations.sglang.features import USED
+from hicache.integrations.versions import SGLANG, release_name, require_features, require_overrides, warn_untested
 
-RELEASE = require_version("SGLang", version("sglang"), SGLANG)
+_VERSION = version("sglang")
+# In the identity of a store, like "0.5.23"; see `release_name`.
+RELEASE = release_name(_VERSION, SGLANG)
+require_features("SGLang", _VERSION, SGLANG, (USED,))
 
-if RELEASE in SGLANG:  # checked first, so that another release is refused before a missing name raises ImportError
+if RELEASE:  # the probe runs first, so that another release is refused before a missing name raises ImportError
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -22,4 +26,19 @@ HEADS: tuple[Any, ...] = (MHATokenToKVPoolHost, MHATokenToKOnlyPoolHost)
 # Pools of which each tensor parallel rank holds a different part, even if the model has latent attention.
 SHARDED: tuple[Any, ...] = (*HEADS, MambaPoolHost)
 
-__all__ = ["HEADS", "RELEASE", "SHARDED", "MLATokenToKVPoolHost", "StorageMetrics", "get_server_args"]
+__all__ = [
+    "HEADS",
+    "RELEASE",
+    "SHARDED",
+    "MLATokenToKVPoolHost",
+    "StorageMetrics",
+    "get_server_args",
+    "require_backend",
+]
+
+
+def require_backend() -> None:
+    """Raise `ConfigError` if SGLang would call a method of the backend with other arguments. Log one warning if this
+    release of SGLang was not tested."""
+    require_overrides("SGLang", _VERSION, SGLANG, (USED,), __name__.removesuffix("release"))
+    warn_untested("SGLang", _VERSION, SGLANG)

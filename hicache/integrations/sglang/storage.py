@@ -29,7 +29,7 @@ from hicache.integrations.sglang.gate import LoadGate
 from hicache.integrations.sglang.host_copies import HostCopies
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, rank_labels, store_identity
-from hicache.integrations.sglang.release import SHARDED, StorageMetrics
+from hicache.integrations.sglang.release import SHARDED, StorageMetrics, require_backend
 from hicache.integrations.staging import WaitingTier
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer
@@ -67,6 +67,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        require_backend()
         given = as_mapping(storage_config.extra_config or {}, _WHERE)
         settings = {k: v for k, v in given.items() if k not in _LOADER_KEYS}
         self._config = server_store_config(settings, _WHERE)

@@ -13,19 +13,7 @@ partial hits, before it calls a connector: `connector.reason_for_eager_stores` e
 A store belongs to a request that exists only for its job. No block is pinned: that would move the block to the end of
 the queue, so that vLLM would evict newer blocks before it.
 
-Private names of vLLM, checked with 0.32.0 and 0.33.0, and again at each start (`require_names`):
-
-    OffloadingConnectorScheduler  `_update_req_states`, `_build_store_jobs`, `_generate_job_id`, `_req_status`, `_jobs`,
-                                  `_block_id_to_pending_jobs`, `_current_batch_jobs_to_flush`,
-                                  `_current_batch_allocated_block_ids`, `_connector_stats`
-    RequestOffloadState           its constructor, `group_states`, `transfer_jobs`, `finished_signaled`,
-                                  `max_offload_tokens`, `advance_stored_idx`
-    TieringOffloadingManager      `primary_tier`
-    CPUOffloadingManager          `_policy`
-    BlockPool                     `metrics_collector`, `free_block_queue`, `cached_block_hash_to_block`,
-                                  `num_gpu_blocks`
-    FreeKVCacheBlockQueue         `iter_blocks_after`
-    BlockHashToBlockMap           `get_one_block`
+The private names of vLLM that this module uses are in `features`, whose probe runs at each start.
 """
 
 from __future__ import annotations
@@ -52,46 +40,14 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, ge
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from hicache.errors import ConfigError
 from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks, EvictionWatch, StepBlocks
 from hicache.integrations.vllm.offloading_spec import ConnectorSpec
-from hicache.integrations.vllm.release import vllm_release
 from hicache.pages.misses import MissReason
 from hicache.pages.table import names_of
 
 _STEPS_AHEAD = 2  # steps whose blocks are stored ahead: one is scheduled while the stores of the one before run
 _SHARE = 8  # the watermark is at most this part of the GPU's blocks, and of the CPU tier's
-_NAMES = {
-    "OffloadingConnectorScheduler": (
-        "_update_req_states",
-        "_build_store_jobs",
-        "_generate_job_id",
-        "_req_status",
-        "_jobs",
-        "_block_id_to_pending_jobs",
-        "_current_batch_jobs_to_flush",
-        "_current_batch_allocated_block_ids",
-        "_connector_stats",
-    ),
-    "RequestOffloadState": (
-        "group_states",
-        "transfer_jobs",
-        "finished_signaled",
-        "max_offload_tokens",
-        "advance_stored_idx",
-    ),
-    "TieringOffloadingManager": ("primary_tier",),
-    "CPUOffloadingManager": ("_policy",),
-    "BlockPool": (
-        "metrics_collector",
-        "free_block_queue",
-        "cached_block_hash_to_block",
-        "num_gpu_blocks",
-    ),
-    "FreeKVCacheBlockQueue": ("iter_blocks_after",),
-    "BlockHashToBlockMap": ("get_one_block",),
-}
 
 
 class _Chunk(NamedTuple):
@@ -99,16 +55,6 @@ class _Chunk(NamedTuple):
 
     blocks: list[int]
     num_tokens: int
-
-
-def require_names(part: object, of: str) -> None:
-    """Raise ConfigError if `part`, an object or class of vLLM of the kind `of`, lacks one of the names in `_NAMES`."""
-    missing = [name for name in _NAMES[of] if name not in dir(part)]
-    if missing:
-        raise ConfigError(
-            f"vLLM {vllm_release()} has no {of}.{missing[0]}, which HiCacheConnector uses; set kv_connector to "
-            f"OffloadingConnector with spec_name HiCacheOffloadingSpec, or install vLLM 0.32.0 or 0.33.0"
-        )
 
 
 class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
@@ -120,10 +66,6 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
 
     def __init__(self, spec: ConnectorSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        require_names(self, "OffloadingConnectorScheduler")
-        require_names(RequestOffloadState, "RequestOffloadState")
-        require_names(self.manager, "TieringOffloadingManager")
-        require_names(self.manager.primary_tier, "CPUOffloadingManager")
         policy = self.manager.primary_tier._policy
         assert isinstance(policy, EvictsGpuCopies)
         self._policy: EvictsGpuCopies = policy
@@ -148,9 +90,6 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Called once by vLLM, with the blocks of the GPU's cache."""
-        require_names(pool, "BlockPool")
-        require_names(pool.free_block_queue, "FreeKVCacheBlockQueue")
-        require_names(pool.cached_block_hash_to_block, "BlockHashToBlockMap")
         self._pool = pool
         self._watch = pool.metrics_collector = EvictionWatch(pool.metrics_collector)
         self._policy.copies.is_on_gpu = self._is_on_gpu

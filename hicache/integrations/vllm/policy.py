@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 from hicache.integrations.vllm.gpu_copies import GpuCopies
 from hicache.integrations.vllm.hints import Hints
 from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
+from hicache.integrations.vllm.release import warn_of_untested_vllm
 from hicache.pages.misses import MissReason, MissReasons
 from hicache.pages.order import KEPT_SHARE, EvictionOrder, rank_policy
 from hicache.pages.table import NO_ROWS, PageTable, Rows, names_of
@@ -95,6 +96,7 @@ class HiCachePolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
+        warn_of_untested_vllm()
         self._chunks: dict[OffloadKey, _Chunk] = {}
         self._changed: dict[OffloadKey, None] = {}
         self._num_evictable = 0
@@ -388,6 +390,7 @@ class ARCPolicy(ARCCachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
+        warn_of_untested_vllm()
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
         self.miss_reasons = MissReasons()

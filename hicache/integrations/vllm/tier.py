@@ -48,7 +48,7 @@ from hicache.integrations.vllm.identity import identity_of, page_format, refuse_
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
-from hicache.integrations.vllm.release import vllm_release
+from hicache.integrations.vllm.release import vllm_release, warn_of_untested_vllm
 from hicache.integrations.vllm.shared_memory import descriptor_of, name_of
 from hicache.integrations.vllm.tier_events import TierEvents
 from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
@@ -135,6 +135,7 @@ class HiCacheTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         remove_leftovers()
+        warn_of_untested_vllm()
         correct_scheduler()
         refuse_pipelines(offloading_spec.config)
         self.locality = Locality.LOCAL

@@ -12,8 +12,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from hicache.errors import ConfigError
+from hicache.integrations.vllm.features import PLUG_INS
+
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("hicache", "kernels", "storage", "bench", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+SOURCES = (
+    "hicache",
+    "kernels",
+    "storage",
+    "bench",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "MANIFEST.in",
+)
 LOADED = """
 import sys
 from vllm.plugins import load_general_plugins
@@ -60,3 +73,32 @@ def test_vllm_removes_what_a_killed_server_left(tmp_path: Path) -> None:
         assert loaded.stdout.splitlines()[-1].startswith(str(site)) and not left.exists()
     finally:
         left.unlink(missing_ok=True)
+
+
+def test_every_plug_in_has_probes_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM without a name that the connector uses is refused, by this name; the secondary tier still loads."""
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
+    from hicache.integrations import vllm as plug_ins
+    from hicache.integrations.vllm.release import load_plug_in
+
+    assert {*plug_ins.__all__} == {*PLUG_INS}
+    loaded = {name: getattr(plug_ins, name) for name in PLUG_INS}
+    monkeypatch.delattr(FreeKVCacheBlockQueue, "iter_blocks_after")
+    for name in PLUG_INS:
+        if name == "HiCacheConnector":
+            with pytest.raises(ConfigError, match=r"FreeKVCacheBlockQueue has no iter_blocks_after"):
+                load_plug_in(name, loaded.__getitem__)
+        else:
+            assert load_plug_in(name, loaded.__getitem__) is loaded[name]
+
+
+def test_a_method_that_vllm_calls_with_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+    from hicache.integrations.vllm import HiCacheTier
+    from hicache.integrations.vllm.release import load_plug_in
+
+    monkeypatch.setattr(SecondaryTierManager, "touch", lambda self, keys, req_context, rank: None)
+    with pytest.raises(ConfigError, match=r"HiCacheTier\.touch does not match .*SecondaryTierManager: rank"):
+        load_plug_in("HiCacheTier", lambda _: HiCacheTier)
