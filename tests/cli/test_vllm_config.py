@@ -1,0 +1,57 @@
+"""`hicache vllm-config`: JSON that the plug-in accepts, and one line for each wrong flag."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cli_case import outcome, refused
+from hicache.integrations.vllm.offloading_settings import offloading_settings
+
+
+def test_the_plug_in_accepts_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line of JSON, also for a path with a colon; the sizes are those of the flags."""
+    flags = ["--cpu", "1MiB", "--disk", "/nvme/a:b:500GB", "--salt", "t", "--chunk-blocks", "4"]
+    status, out, err = outcome(capsys, "vllm-config", *flags)
+    assert status == 0 and err == "" and out.count("\n") == 1
+    config = json.loads(out)
+    assert config["kv_connector"] == "OffloadingConnector" and config["kv_load_failure_policy"] == "recompute"
+    extra = config["kv_connector_extra_config"]
+    assert extra["spec_name"] == "HiCacheOffloadingSpec" and extra["blocks_per_chunk"] == 4
+    settings = offloading_settings(extra)
+    assert settings.cpu_bytes_to_use == 1 << 20
+    assert settings.disk is not None
+    assert settings.disk.path == "/nvme/a:b" and settings.disk.budget == 500 * 10**9 and settings.disk.salt == "t"
+
+
+def test_without_a_disk_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(outcome(capsys, "vllm-config", "--cpu", "1MiB")[1])
+    assert offloading_settings(config["kv_connector_extra_config"]).disk is None
+
+
+def test_more_memory_than_the_machine_shares_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The JSON is printed all the same: the server may run elsewhere."""
+    status, out, err = outcome(capsys, "vllm-config", "--cpu", "900TB")
+    assert status == 0 and json.loads(out)
+    assert "/dev/shm" in err and "size=900TB" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--cpu"),
+        (["--cpu", "lots"], "'lots' is not a size"),
+        (["--cpu", "1KB"], "cpu_bytes_to_use"),
+        (["--cpu", "1GB", "--disk", "/nvme"], "like /nvme:500GB"),
+        (["--cpu", "1GB", "--disk", "nvme:500GB"], "like /nvme:500GB"),
+        (["--cpu", "1GB", "--disk", "/nvme:big"], "'big' is not a size"),
+        (["--cpu", "1GB", "--disk", "/nvme:1KB"], "budget"),
+        (["--cpu", "1GB", "--salt", "t"], "--salt applies to the disk"),
+        (["--cpu", "1GB", "--key-file", "/key"], "--key-file applies to the disk"),
+        (["--cpu", "1GB", "--chunk-blocks", "0"], "--chunk-blocks"),
+        (["--cpu", "1GB", "--dsik", "/nvme:1GB"], "--disk is one"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], named: str) -> None:
+    assert named in refused(capsys, "vllm-config", *flags)
