@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import re
 import runpy
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,49 @@ def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """Each example ends without an error and says what it did."""
     runpy.run_path(str(path), run_name="__main__")
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_the_check_of_a_server_counts_cached_tokens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The script of the page on vLLM, which has the same lines, sends one prompt twice. A server may leave details
+    out."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer({"data": [{"id": "a model"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body["model"] + body["prompt"])
+            details = {"cached_tokens": 900} if asked[1:] else None
+            self.answer({"usage": {"prompt_tokens": 1000, "prompt_tokens_details": details}})
+
+        def answer(self, body: object) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    text, script = tmp_path / "text.txt", EXAMPLES / "vllm/check.py"
+    text.write_text("a text. " * 1000)
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            monkeypatch.setattr(sys, "argv", [str(script), f"http://127.0.0.1:{server.server_port}", str(text)])
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked == ["a model" + ("a text. " * 1000)[:6000]] * 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["1000 prompt tokens, cached: None", "1000 prompt tokens, cached: 900"]
+    page = (ROOT / "docs/integrations/vllm_ten_minutes.md").read_text()
+    assert f"```python\n{script.read_text().partition(chr(10) * 2)[2]}```" in page
 
 
 def test_requests_in_a_queue_are_prefetched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,4 +124,5 @@ def _has(owner: object, name: str) -> bool:
 def _set_by_constructors(classes: Iterable[type]) -> Iterator[str]:
     for init in (vars(each).get("__init__") for each in classes):
         if inspect.isfunction(init):
-            yield from (str(step.argval) for step in dis.get_instructions(init) if step.opname == "STORE_ATTR")
+            steps = dis.get_instructions(inspect.unwrap(init))
+            yield from (str(step.argval) for step in steps if step.opname == "STORE_ATTR")

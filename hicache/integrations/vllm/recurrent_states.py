@@ -7,6 +7,7 @@ asks the spec for its manager; its constructor is replaced by one that first pas
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -23,6 +24,7 @@ def set_recurrent_states() -> None:
     OffloadingConnectorScheduler.__init__ = _init
 
 
+@functools.wraps(INIT)  # so that probes see the fields that vLLM's own constructor sets
 def _init(
     scheduler: OffloadingConnectorScheduler, spec: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> None:

@@ -1,0 +1,353 @@
+"""Charts of the result files, as SVG: `make tables` writes them into docs/pictures/.
+
+A chart compares the measured bar of each case with the other side of the case, its ceiling. A chart has one light and
+one dark palette, and the viewer's setting chooses. Text has no font of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from hicache.bench.common import Case, Report, percentile, read_report
+from hicache.bench.machine import RESULTS
+from hicache.bench.servers.plot import LABELS, makespans
+
+PICTURES = Path(__file__).resolve().parent.parent / "pictures"
+RELEASE = "servers-nvidia-h200.json"  # of the runs over several sizes of CPU memory
+_WIDTH, _LABEL_WIDTH, _ROW, _BAR = 760, 300, 40, 14  # pixels of the drawing
+_STYLE = """
+  .card { fill: #ffffff; stroke: #d5dae0 } text { fill: #1b1f24 } .dim { fill: #59636e } .grid { stroke: #d5dae0 }
+  .own { fill: #0072b2 } .other { fill: #b4bcc6 } .line { fill: none; stroke-width: 2.5 }
+  @media (prefers-color-scheme: dark) {
+    .card { fill: #161b22; stroke: #363c43 } text { fill: #e6edf3 } .dim { fill: #9aa4af } .grid { stroke: #363c43 }
+    .own { fill: #56b4e9 } .other { fill: #57606a }
+  }
+"""
+_LINES = ("#8a929b", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#0072b2")  # of modes, readable on both palettes
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case of a file. `other`: the words for its ceiling, if the chart has none for all rows."""
+
+    label: str
+    case: str
+    file: str = ""
+    other: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of bars. `unit`: of the values, after scaling by `factor`. `own`, `other`: names of the two bars. `file`:
+    for rows without a file."""
+
+    name: str
+    title: str
+    unit: str
+    rows: tuple[Row, ...]
+    file: str
+    own: str = "hicache"
+    other: str = ""
+    is_less_better: bool = False
+    factor: float = 1.0
+
+
+def _rows(pattern: str, labels: Mapping[str | tuple[str, int], str]) -> tuple[Row, ...]:
+    keys = {key if isinstance(key, tuple) else (key,): label for key, label in labels.items()}
+    return tuple(Row(label, pattern.format(*key)) for key, label in keys.items())
+
+
+_UNITS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
+_SIZES = {"2mib": "2 MiB", "64mib": "64 MiB", "512mib": "512 MiB"}
+_KERNELS = {"store": "store of k and v", "gather": "gather of pages", "move": "move of slots"}
+_REMOTES = (
+    ("mooncake", "Mooncake", 16, "remote-nvidia-h200.json"),
+    ("mooncake", "Mooncake", 2, "remote-cpu-2core.json"),
+    ("s3", "S3", 2, "remote-cpu-2core.json"),
+)
+_SESSIONS = "servers-vllm-sessions-memory-nvidia-h200.json"
+_GATE = "servers-vllm-sessions-gate-nvidia-h100-80gb-hbm3.json"
+_DISK = "servers-vllm-sessions-disk-nvidia-h100-80gb-hbm3.json"
+_NEIGHBOURS = "both-restart-neighbours-sessions-nvidia-h200.json"
+CHARTS = (
+    Chart(
+        "device", "Kernels of the device tier, one H200", "GB/s",
+        tuple(
+            Row(f"{what}, {size}", f"{case}.{key}")
+            for case, what in _KERNELS.items()
+            for key, size in _SIZES.items()
+        ),
+        "device-nvidia-h200.json", other="a plain copy of as many bytes",
+    ),
+    Chart(
+        "batch", "16 requests of 4096 tokens, one H200, thousands of tokens a second", "k tokens/s",
+        (Row("prefill", "batch.prefill"), Row("decode", "batch.decode")),
+        "device-batch-nvidia-h200.json", other="torch's attention over contiguous tensors", factor=1e-3,
+    ),
+    Chart(
+        "transfer", "Copies between host and device, 8B geometry, one H200", "GB/s",
+        _rows(
+            "{}.gqa8b",
+            {
+                "up.page64.contiguous": "load, pages of 64, contiguous",
+                "up.page64.random": "load, pages of 64, random",
+                "up.page16.random": "load, pages of 16, random",
+                "down.page64.contiguous": "store, pages of 64",
+                "down.page16.random": "store, pages of 16, random", "both.total": "both directions, pages of 64",
+            },
+        ),
+        "transfer-nvidia-h200.json", other="pinned copies",
+    ),
+    Chart(
+        "overlap", "A forward pass during its load, 32 768 tokens on the host, one H200", "max(load, compute) / both",
+        _rows("overlap.suffix{}", {key: f"{key} new tokens" for key in ("64", "256", "1024", "2048", "4096", "8192")}),
+        "overlap-nvidia-h200.json", other="the slower of both alone",
+    ),
+    Chart(
+        "packed", "Packed pages, raw bytes, one H100", "GB/s",
+        _rows(
+            "packed.{}",
+            {
+                "load.contiguous": "load", "load.random": "load, random pages", "load.3bit": "load, 3 bits",
+                "store": "store", "both": "both directions", "load.1": "one load of 4096 tokens",
+            },
+        ),
+        "packed-nvidia-h100-80gb-hbm3.json", other="a plain pinned copy",
+    ),
+    Chart(
+        "disk", "The disk tier, a virtual disk, 16 cores", "GB/s",
+        _rows(
+            "{}",
+            {
+                "cold.8mib": "reads, pages of 8 MiB", "cold.2mib": "reads, pages of 2 MiB",
+                "cold.128kib": "reads, pages of 128 KiB", "compressed.8mib": "reads, synthetic KV",
+                "write.alone": "commits, relaxed", "write.beside_readers": "commits with 4 readers",
+            },
+        ),
+        "disk-nvidia-h100-80gb-hbm3.json", other="plain files with O_DIRECT",
+    ),
+    Chart(
+        "remote", "Remote stores on loopback", "GB/s",
+        tuple(
+            Row(f"{store}: {way}, {cores} cores", f"{key}.{way}", file)
+            for key, store, cores, file in _REMOTES
+            for way in ("put", "get")
+        ),
+        "", other="the client library alone",
+    ),
+    Chart(
+        "tree", "The prefix tree, 100 000 tokens, 2 slow CPU cores", "us",
+        _rows(
+            "{}.page{}",
+            {("match", 64): "match, page 64", ("match", 1): "match, page 1", ("insert", 64): "insert, page 64"},
+        ),
+        "tree-cpu-2core.json", other="memcmp of the same bytes", is_less_better=True,
+    ),
+    Chart(
+        "steps", "Python calls for a prompt of 128k tokens", "calls",
+        _rows("prompt.{}.calls", {"device": "on device", "host": "on the host", "disk": "on disk", "cold": "new"}),
+        "steps-cpu-2core.json", is_less_better=True,
+    ),
+    Chart(
+        "serving", "hicache's server, a model of 8B geometry, one H200", "share of the ceiling",
+        _rows(
+            "serving.{}",
+            {
+                "ttft.host.prefix8192": "first token, 8k on the host",
+                "ttft.host.prefix32768": "first token, 32k on the host",
+                "ttft.host.prefix130048": "first token, 127k on the host",
+                "decode.context8192.batch1.compiled": "decode, 1 request, compiled",
+                "decode.context8192.batch8.compiled": "decode, 8 requests, compiled",
+            },
+        ),
+        "serving-nvidia-h200.json", other="ceiling in the same run",
+    ),
+    Chart(
+        "both", "First token of 98k tokens, computed and loaded at once, one H200", "s",
+        _rows(
+            "both.{}",
+            {
+                "equal.98k": "store as fast as computing", "fast3": "three times as fast", "slow3": "a third as fast",
+                "fast10": "ten times as fast", "slow10": "a tenth as fast",
+            },
+        ),
+        "both-rates-eight-nvidia-h200.json", own="both at once", other="the better of computing and loading",
+        is_less_better=True,
+    ),
+    Chart(
+        "vllm", "Documents of 16 384 tokens under vLLM 0.32, one H100", "ms",
+        (
+            Row("after a restart", "servers.vllm.restart.over_fs", other="vLLM's files"),
+            Row("from CPU memory", "servers.vllm.host.one", other="vLLM's CPU tier"),
+            Row("new prompts", "servers.vllm.first", other="no offloading"),
+        ),
+        "servers-vllm-nvidia-h100-80gb-hbm3.json", is_less_better=True,
+    ),
+    Chart(
+        "sessions", "300 turns of coding agents under vLLM 0.32, GPU cache capped at 81 920 tokens", "s",
+        (
+            Row("16 GiB, 8 clients, H200", "servers.vllm.sessions.spec", _SESSIONS, "vLLM's CPU tier"),
+            Row("16 GiB, 32 clients, H200", "servers.vllm.sessions.spec.c32", _SESSIONS, "vLLM's CPU tier"),
+            Row("disk, 8 clients, H100", "servers.vllm.sessions.disk.over_fs", _DISK, "vLLM's fs tier"),
+            Row("disk, 32 clients, H100", "servers.vllm.sessions.disk.over_fs.c32", _DISK, "vLLM's fs tier"),
+            Row("disk, 8 clients, H100", "servers.vllm.sessions.disk.c8", _GATE, "always loading"),
+            Row("disk, 32 clients, H100", "servers.vllm.sessions.disk.c32", _GATE, "always loading"),
+        ),
+        "", is_less_better=True,
+    ),
+    Chart(
+        "stream", "Eight streams while a prompt of 131k tokens arrives, one H100", "s",
+        (
+            Row("longest gap of a stream", "serving.stream.gap", other="bound"),
+            Row("first token of the prompt", "serving.stream.prompt", other="chunks of 8192"),
+        ),
+        "serving-stream-nvidia-h100-80gb-hbm3.json", is_less_better=True,
+    ),
+)  # fmt: skip
+
+
+def charts(results: Path = RESULTS) -> dict[str, str]:
+    """Return the SVG of each chart by the name of its file."""
+    drawn = {f"measured-{chart.name}.svg": _bars(chart, results) for chart in CHARTS}
+    return drawn | {"makespan.svg": makespan_chart(results)}
+
+
+def makespan_chart(results: Path = RESULTS) -> str:
+    """Return the chart of README: makespan over CPU memory for each mode, if a result file has runs of agents with
+    several sizes; else the makespan of one size."""
+    file = results / RELEASE
+    found = makespans(read_report(file)) if file.exists() else {}
+    if len({size for points in found.values() for size in points if size}) > 1:
+        return lines(found, "320 turns of coding agents under vLLM 0.32, one H200")
+    sessions = next(chart for chart in CHARTS if chart.name == "sessions")
+    title = "300 turns of coding agents under vLLM 0.32"
+    return _bars(Chart("makespan", title, "s", sessions.rows[:4], "", is_less_better=True), results)
+
+
+def _cases(rows: Sequence[Row], default: str, results: Path) -> Iterator[tuple[Row, Case]]:
+    reports: dict[str, Report] = {}
+    for row in rows:
+        file = row.file or default
+        if file not in reports:
+            reports[file] = read_report(results / file)
+        yield row, next(case for case in reports[file].cases if case.name == row.case)
+
+
+def _bars(chart: Chart, results: Path) -> str:
+    cases = [*_cases(chart.rows, chart.file, results)]
+    values = [
+        (case.value * chart.factor, None if case.ceiling is None else case.ceiling * chart.factor) for _, case in cases
+    ]
+    top = max(max(own, other or 0) for own, other in values)
+    height, bars = 86 + _ROW * len(cases), _WIDTH - _LABEL_WIDTH - 90
+    parts = [
+        _heading(
+            chart.title,
+            f"{_UNITS.get(chart.unit, chart.unit)}; {'shorter' if chart.is_less_better else 'longer'} bars are better",
+        )
+    ]
+    other = chart.other or ("compared with, named at the left" if any(row.other for row, _ in cases) else "")
+    parts.append(_legend(height - 14, [("own", chart.own), *([("other", other)] if other else [])]))
+    for index, ((row, _), (own, ceiling)) in enumerate(zip(cases, values, strict=True)):
+        y = 60 + index * _ROW
+        parts += [
+            _text(_LABEL_WIDTH, y + 12, row.label, 14, "end"),
+            _text(_LABEL_WIDTH, y + 27, row.other, 12, "end", "dim"),
+        ]
+        for offset, name, value in ((0, "own", own), (_BAR + 1, "other", ceiling)):
+            if value is not None:
+                width, x = max(1.0, bars * value / top), _LABEL_WIDTH + 12
+                size = f'y="{y + offset}" width="{width:.1f}" height="{_BAR}"'
+                parts.append(f'<rect class="{name}" x="{x}" {size} rx="2"/>')
+                colour = "" if name == "own" else "dim"
+                parts.append(_text(x + 6 + width, y + offset + 12, _number(value), 12, "start", colour))
+    return _svg(height, chart.title, parts)
+
+
+def lines(found: Mapping[str, Mapping[float, Sequence[float]]], title: str) -> str:
+    """Return a chart of the median makespan of each mode over GiB of CPU memory. `none` is a line at its one point."""
+    height, left, bottom = 420, 70, 340
+    medians = {
+        mode: {size: percentile(seconds, 50) for size, seconds in points.items()} for mode, points in found.items()
+    }
+    sizes = sorted({size for points in medians.values() for size in points if size})
+    top = _rounded(max(value for points in medians.values() for value in points.values()))
+    right = _WIDTH - 190
+
+    def x(size: float) -> float:
+        return left + (right - left) * (size - sizes[0]) / (sizes[-1] - sizes[0])
+
+    def y(value: float) -> float:
+        return bottom - (bottom - 70) * value / top
+
+    parts = [_heading(title, "makespan in seconds over CPU memory in GiB; lower is better")]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        at = y(share * top)
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(_text(left - 8, at + 4, _number(share * top), 12, "end", "dim"))
+    parts += [_text(x(size), bottom + 20, f"{size:g} GiB", 12, "middle", "dim") for size in sizes]
+    ends = sorted((y(points[max(points)]), mode) for mode, points in medians.items())
+    label_y = 0.0
+    for at, mode in ends:
+        label_y = max(at, label_y + 16)
+        points, colour = medians[mode], _LINES[[*LABELS].index(mode)]
+        if mode == "none":
+            points, dash = dict.fromkeys((sizes[0], sizes[-1]), points[0]), ' stroke-dasharray="6 5"'
+        else:
+            dash = ""
+        path = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in points.items())
+        parts.append(f'<polyline class="line" stroke="{colour}"{dash} points="{path}"/>')
+        parts += [
+            f'<circle cx="{x(size):.1f}" cy="{y(value):.1f}" r="3.5" fill="{colour}"/>'
+            for size, value in points.items()
+        ]
+        parts.append(f'<rect x="{right + 10}" y="{label_y - 6:.1f}" width="10" height="10" rx="2" fill="{colour}"/>')
+        parts.append(_text(right + 26, label_y + 4, LABELS[mode], 13))
+    return _svg(height, title, parts)
+
+
+def _text(x: float, y: float, text: str, size: int, anchor: str = "start", colour: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text class="{colour}" {place}>{escape(text)}</text>' if text else ""
+
+
+def _heading(title: str, note: str) -> str:
+    return f'<g font-weight="bold">{_text(24, 28, title, 14)}</g>{_text(24, 47, note, 12, colour="dim")}'
+
+
+def _legend(y: int, names: Sequence[tuple[str, str]]) -> str:
+    parts, x = [], _LABEL_WIDTH + 12
+    for colour, name in names:
+        parts.append(f'<rect class="{colour}" x="{x}" y="{y - 10}" width="11" height="11" rx="2"/>')
+        parts.append(_text(x + 17, y, name, 12, colour="dim"))
+        x += 40 + 7 * len(name)
+    return "".join(parts)
+
+
+def _svg(height: int, title: str, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="14">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n"
+        f'<rect class="card" x="1" y="1" width="{_WIDTH - 2}" height="{height - 2}" rx="10"/>\n{body}\n</svg>\n'
+    )
+
+
+def _rounded(value: float) -> float:
+    """The next of some round numbers times a power of ten."""
+    power = 1.0
+    while power * 10 <= value:
+        power *= 10
+    while power > value:
+        power /= 10
+    return next(step * power for step in (1, 1.5, 2, 3, 4, 6, 8, 10) if step * power >= value)
+
+
+def _number(value: float) -> str:
+    if value >= 1000:
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.3g}"

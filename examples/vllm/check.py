@@ -1,0 +1,18 @@
+"""Send one long prompt twice to a server, and print how many of its tokens were cached: check.py URL FILE"""
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+
+
+def ask(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(sys.argv[1] + path, data, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+
+
+model, prompt = ask("/v1/models")["data"][0]["id"], Path(sys.argv[2]).read_text()[:6000]
+for _ in range(2):
+    usage = ask("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 8})["usage"]
+    print(usage["prompt_tokens"], "prompt tokens, cached:", (usage["prompt_tokens_details"] or {}).get("cached_tokens"))
