@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,6 +77,13 @@ def test_the_page_shows_what_the_server_exports(tmp_path: Path) -> None:
         assert page.value("document.querySelectorAll('svg .at').length") == page.value("charts.length"), (
             "one time in all"
         )
+        kept = json.loads(urllib.request.urlopen(f"{server.root}/metrics.json?history=1").read())["history"]
+        assert kept["rows"] and all(len(row) == len(kept["names"]) + 1 for row in kept["rows"])
+        rows = "{names: ['prompt.tokens', 'tokens.computed'], rows: [[0, 1, 1], [10, 5, null], [20, 9, 41]]}"
+        points = page.value(f"pointsOf({{time_s: 30, figures: {{}}, history: {rows}}}).map(x => [x.gap_s, x.tokens])")
+        assert points == [[35, {}], [35, {"computed": pytest.approx(4.1)}]], "of readings before the page was opened"
+        page.value("points = [...Array(900).keys()].map(s => ({...points.at(-1), at_s: s})), thin(300)")
+        assert page.value("points.length") == 600 + 30, "one in ten seconds of the older points"
         background = "getComputedStyle(document.body).backgroundColor"
         light = page.value(background)
         page.dark()

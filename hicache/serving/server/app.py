@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from hicache.engine import MemoryTier
 from hicache.errors import ConfigError
 from hicache.monitoring.figures import figures
+from hicache.monitoring.kept import KeptReadings
 from hicache.serving.constrained import JsonAnswers, JsonConstraint
 from hicache.serving.server.clients import run_unless_disconnected, watched
 from hicache.serving.server.frontend import Frontend, ServedModel
@@ -90,8 +91,10 @@ class EventStream(Response):
             yield reply.usage_event(self._generation.usage)
 
 
-def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> RequestLog:
-    """Create the ASGI application. `frontend` need not be serving yet."""
+def create_app(
+    frontend: Frontend, workers: PromptWorkers, settings: AppSettings, kept: KeptReadings | None = None
+) -> RequestLog:
+    """Create the ASGI application. `frontend` need not be serving yet. `kept`: readings for the dashboard."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)
     model = frontend.model
@@ -101,7 +104,7 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     _add_tokens(app, frontend, reader, texts)
     _add_reset(app, frontend, reader)
     _add_status(app, frontend)
-    _add_dashboard(app, frontend.metrics)
+    _add_dashboard(app, frontend.metrics, kept)
     _describe_bodies(app)
     return RequestLog(Gate(app, settings.api_keys, settings.max_body_bytes), frontend.metrics)
 
@@ -215,7 +218,7 @@ def _add_status(app: FastAPI, frontend: Frontend) -> None:
         return Response(frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
+def _add_dashboard(app: FastAPI, metrics: ServerMetrics, kept: KeptReadings | None) -> None:
     """Add the dashboard page, and the figures that it reads each second. Like `/metrics`, both need no key."""
     page = _PAGE.read_text(encoding="utf-8")
 
@@ -228,10 +231,12 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
         return RedirectResponse("dashboard")  # a relative address, because a proxy may put a prefix before it
 
     @app.get("/metrics.json")
-    async def metrics_json() -> Response:
+    async def metrics_json(history: bool = False) -> Response:
         """Return the figures of the dashboard. `figures` are those of hicache.monitoring.figures; `time_s` is a
-        monotonic time of the server."""
+        monotonic time of the server. `history`: also return the readings of the last hour."""
         payload = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
+        if history and kept is not None:
+            payload["history"] = kept.as_json()
         return JSONResponse(payload, headers={"Cache-Control": "no-store"})
 
 

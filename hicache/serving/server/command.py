@@ -30,6 +30,8 @@ from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.host.cores import usable_cores
 from hicache.layout import ModelGeometry
+from hicache.monitoring.figures import figures
+from hicache.monitoring.kept import KeptReadings
 from hicache.process import logs
 from hicache.replay.recorder import TraceRecorder
 from hicache.serving.models import (
@@ -191,7 +193,8 @@ async def serve(
     max_body_bytes = flags.max_body_bytes or min(
         _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
     )
-    app = create_app(frontend, workers, AppSettings(context.api_keys, max_body_bytes))
+    kept = KeptReadings(lambda: figures(frontend.metrics.registry.collect()))
+    app = create_app(frontend, workers, AppSettings(context.api_keys, max_body_bytes), kept)
     max_connections, backlog = bounds_by_descriptors(flags.max_connections)
     connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S, app.refused)
     server = _Server(
@@ -210,9 +213,11 @@ async def serve(
         )
     )
     thread.start(lambda events: _on_loop(loop, frontend, events))
+    keeping = asyncio.create_task(kept.run())
     try:
         return await _until_stopped(server, context, frontend, thread, flags.grace_s, signals, on_listening)
     finally:
+        keeping.cancel()
         workers.close()
 
 
