@@ -12,7 +12,7 @@ from hicache.bench.servers.runs import Run
 
 Points = dict[float, list[float]]  # GiB: seconds of each run
 
-_LABELS = {
+LABELS = {
     "none": "no offloading",
     "cpu": "vLLM, CPU tier",
     "lazy": "vLLM, lazy CPU tier",
@@ -20,7 +20,7 @@ _LABELS = {
     "raw": "hicache, unpacked",
     "hicache": "hicache",
 }
-_COLOURS = dict(zip(_LABELS, ("#888888", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#0072B2"), strict=True))
+_COLOURS = dict(zip(LABELS, ("#888888", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#0072B2"), strict=True))
 _THEMES = {"light": ("white", "#222222"), "dark": ("#0d1117", "#e6edf3")}  # background, text
 
 
@@ -29,9 +29,9 @@ def makespans(report: Report) -> dict[str, Points]:
     found: dict[str, Points] = {}
     for run in map(Run.from_json, report.runs):
         at = run.setting
-        if (at.server, at.workload, at.variant) == ("vllm", "agents", "") and at.mode in _LABELS:
+        if (at.server, at.workload, at.variant) == ("vllm", "agents", "") and at.mode in LABELS:
             found.setdefault(at.mode, {}).setdefault(at.cpu_gib, []).append(run.makespan_s)
-    return {mode: dict(sorted(found[mode].items())) for mode in _LABELS if mode in found}
+    return {mode: dict(sorted(found[mode].items())) for mode in LABELS if mode in found}
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def _draw(found: Mapping[str, Points], background: str, text: str, path: Path) -
         axes = figure.subplots()
         for mode, points in found.items():
             medians = [percentile(seconds, 50) for seconds in points.values()]
-            about: dict[str, Any] = {"color": _COLOURS[mode], "label": _LABELS[mode]}
+            about: dict[str, Any] = {"color": _COLOURS[mode], "label": LABELS[mode]}
             if mode == "none":
                 axes.axhline(medians[0], linestyle="--", **about)
                 continue

@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of bars. `unit`: of the values, after scaling by `factor`. `own`, `other`: names of the two bars. `file`:
+    """A chart of bars. `unit`: of the values. `own`, `other`: names of the two bars. `file`:
     for rows without a file."""
 
     name: str
@@ -52,7 +52,6 @@ class Chart:
     own: str = "hicache"
     other: str = ""
     is_less_better: bool = False
-    factor: float = 1.0
 
 
 def _rows(pattern: str, labels: Mapping[str | tuple[str, int], str]) -> tuple[Row, ...]:
@@ -68,7 +67,6 @@ _REMOTES = (
     ("mooncake", "Mooncake", 2, "remote-cpu-2core.json"),
     ("s3", "S3", 2, "remote-cpu-2core.json"),
 )
-_SESSIONS = "servers-vllm-sessions-memory-nvidia-h200.json"
 _GATE = "servers-vllm-sessions-gate-nvidia-h100-80gb-hbm3.json"
 _DISK = "servers-vllm-sessions-disk-nvidia-h100-80gb-hbm3.json"
 _NEIGHBOURS = "both-restart-neighbours-sessions-nvidia-h200.json"
@@ -81,11 +79,6 @@ CHARTS = (
             for key, size in _SIZES.items()
         ),
         "device-nvidia-h200.json", other="a plain copy of as many bytes",
-    ),
-    Chart(
-        "batch", "16 requests of 4096 tokens, one H200, thousands of tokens a second", "k tokens/s",
-        (Row("prefill", "batch.prefill"), Row("decode", "batch.decode")),
-        "device-batch-nvidia-h200.json", other="torch's attention over contiguous tensors", factor=1e-3,
     ),
     Chart(
         "transfer", "Copies between host and device, 8B geometry, one H200", "GB/s",
@@ -187,10 +180,18 @@ CHARTS = (
         "servers-vllm-nvidia-h100-80gb-hbm3.json", is_less_better=True,
     ),
     Chart(
+        "agents", "320 turns of agents under vLLM 0.32, one H200, GPU cache not capped", "s",
+        (
+            Row("32 GiB", "servers.vllm.agents.over_lazy.32", other="vLLM's lazy CPU tier"),
+            Row("64 GiB", "servers.vllm.agents.over_lazy.64", other="vLLM's lazy CPU tier"),
+            Row("64 GiB", "servers.vllm.agents.over_cpu.64", other="vLLM's CPU tier"),
+            Row("64 GiB", "servers.vllm.agents.over_none.64", other="no tier"),
+        ),
+        RELEASE, is_less_better=True,
+    ),
+    Chart(
         "sessions", "300 turns of coding agents under vLLM 0.32, GPU cache capped at 81 920 tokens", "s",
         (
-            Row("16 GiB, 8 clients, H200", "servers.vllm.sessions.spec", _SESSIONS, "vLLM's CPU tier"),
-            Row("16 GiB, 32 clients, H200", "servers.vllm.sessions.spec.c32", _SESSIONS, "vLLM's CPU tier"),
             Row("disk, 8 clients, H100", "servers.vllm.sessions.disk.over_fs", _DISK, "vLLM's fs tier"),
             Row("disk, 32 clients, H100", "servers.vllm.sessions.disk.over_fs.c32", _DISK, "vLLM's fs tier"),
             Row("disk, 8 clients, H100", "servers.vllm.sessions.disk.c8", _GATE, "always loading"),
@@ -238,9 +239,7 @@ def _cases(rows: Sequence[Row], default: str, results: Path) -> Iterator[tuple[R
 
 def _bars(chart: Chart, results: Path) -> str:
     cases = [*_cases(chart.rows, chart.file, results)]
-    values = [
-        (case.value * chart.factor, None if case.ceiling is None else case.ceiling * chart.factor) for _, case in cases
-    ]
+    values = [(case.value, case.ceiling) for _, case in cases]
     top = max(max(own, other or 0) for own, other in values)
     height, bars = 86 + _ROW * len(cases), _WIDTH - _LABEL_WIDTH - 90
     parts = [

@@ -4,8 +4,8 @@
     ...
     <!-- end of table -->
 
-`make tables` runs this module. It also writes the address of the repository into files that name it. A test checks that
-both are up to date.
+`make tables` runs this module. It also draws the charts of the result files, and writes the address of the repository
+into files that name it. Tests check that all are up to date.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from charts import PICTURES, charts, lines  # noqa: F401
 from measured import measured_table
 
 from hicache import DiskConfig, EngineConfig, RemoteConfig, build_engine
@@ -72,8 +73,9 @@ def main() -> None:
     changed = {path: filled(path.read_text()) for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
     changed |= {path: addressed(path.read_text()) for path in (ROOT / name for name in ADDRESSED)}
     changed[RULES] = rules(changed[ALERTS])
+    changed |= {PICTURES / name: svg for name, svg in charts().items()}
     for path, now in changed.items():
-        if now != path.read_text():
+        if not path.exists() or now != path.read_text():
             path.write_text(now)
             print(path.relative_to(ROOT))
 
