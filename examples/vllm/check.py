@@ -15,4 +15,5 @@ def ask(path, body=None):
 model, prompt = ask("/v1/models")["data"][0]["id"], Path(sys.argv[2]).read_text()[:6000]
 for _ in range(2):
     usage = ask("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 8})["usage"]
-    print(usage["prompt_tokens"], "prompt tokens, cached:", (usage["prompt_tokens_details"] or {}).get("cached_tokens"))
+    details = usage["prompt_tokens_details"] or {}
+    print(usage["prompt_tokens"], "prompt tokens, cached:", details.get("cached_tokens"))

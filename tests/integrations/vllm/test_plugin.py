@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -103,20 +102,3 @@ def test_a_method_that_vllm_calls_with_more_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(SecondaryTierManager, "touch", lambda self, keys, req_context, rank: None)
     with pytest.raises(ConfigError, match=r"HiCacheTier\.touch does not match .*SecondaryTierManager: rank"):
         load_plug_in("HiCacheTier", lambda _: HiCacheTier)
-
-
-def test_two_servers_share_a_store(tmp_path: Path) -> None:
-    """The example of two servers: the second one has the complete chunks of the first one's prompt."""
-    model, examples = tmp_path / "model", ROOT / "examples/vllm"
-    subprocess.run([sys.executable, str(examples / "tiny_model.py"), str(model)], cwd=tmp_path, check=True)
-    flags = ["--dtype", "bfloat16", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048"]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, str(examples / "two_servers.py"), str(model), *flags],
-        cwd=tmp_path, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    cached = [
-        [int(word) for word in line.partition(": ")[2].split() if word.isdigit()] for line in ran.stdout.splitlines()
-    ]
-    assert cached[0] == [1440, 0] and cached[1][0] == 1440
-    assert cached[1][1] >= 1440 - 32, "all chunks but the last, which vLLM may compute"
