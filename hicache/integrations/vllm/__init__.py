@@ -13,7 +13,6 @@ _load, __dir__ = on_first_use(__name__, globals())
 
 
 def __getattr__(name: str) -> object:
-    if name not in PLUG_INS:
-        return _load(name)
-    log_through_vllm()
-    return load_plug_in(name, _load)
+    if not name.startswith("__"):
+        log_through_vllm()
+    return load_plug_in(name, _load) if name in PLUG_INS else _load(name)
