@@ -7,8 +7,8 @@ geometry on CUDA.
                        waits for its load;
     eight              eight such requests at once: until the last has its token;
     restart            first token after a restart, from a real disk, over computing;
-    sessions           sessions of agents with a store as fast as our disk, over the rule that chooses one of the two:
-                       mean first token.
+    sessions           sessions of agents with a store as fast as the machine's disk: mean first token, over the rule
+                       that chooses one of the two.
 
 The store is in memory and sleeps (`throttled.py`), so the case sets its rate, and no prompt is computed to fill it. All
 is measured in one process. Loading and both ways are measured in turns. Computing is measured before them, and again in

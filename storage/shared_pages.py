@@ -237,7 +237,7 @@ def _key_of(name: str) -> bytes | None:
 
 
 def _decoded(text: str) -> bytes | None:
-    with contextlib.suppress(ValueError):  # "." and other characters are discarded otherwise
+    with contextlib.suppress(ValueError):  # b64decode would skip characters such as "."
         if not re.fullmatch(r"[\w-]+", text, re.ASCII):
             return None
         return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

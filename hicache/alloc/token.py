@@ -15,7 +15,7 @@ _SMALL_IDS = 256  # maximum size of an allocation from the block; larger ones ar
 
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """Slots 1..size, one at a time: the base with pages of one token. Scheduler thread only."""
+    """Allocates slots 1..size one by one, as pages of one token. Scheduler thread only."""
 
     def __init__(
         self,

@@ -217,8 +217,8 @@ class Frontend:
             self._recorder.arrived(request.request_id, request.tokens, request.namespace)
 
     def _submit_others(self, open_request: _OpenRequest) -> None:
-        """Submit the later answers to a prompt (`n` > 1), or abort them if their generation was aborted. Their deadline
-        counts from the arrival of the request."""
+        """Submit the later answers to a prompt (`n` > 1). Their deadline counts from the request's arrival. They are
+        aborted if their generation was aborted."""
         left_s = self.left_s(open_request.arrival_s)
         others, open_request.others = open_request.others, ()
         for request in others:
