@@ -141,7 +141,7 @@ class StoreConformance:
                 assert store.get_into([key], [view]) == [True]
                 assert np.array_equal(memory, filled), "get_into filled other bytes"
 
-    def test_threads_read_beside_a_writer(self, make_store: MakeStore) -> None:
+    def test_threads_read_during_writes(self, make_store: MakeStore) -> None:
         """While another thread puts and deletes, threads read only bytes that were put, and no call raises."""
         pages = {b"%d" % n: page(n) for n in range(24)}
         written = threading.Event()

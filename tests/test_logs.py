@@ -39,7 +39,7 @@ def record(text: str, *arguments: object) -> logging.LogRecord:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_log_that_nobody_reads_is_waited_for_by_nobody(pipe: tuple[int, int]) -> None:
+def test_an_unread_log_blocks_no_thread(pipe: tuple[int, int]) -> None:
     """Lines are dropped while no process reads them; the next read line has their number."""
     reader, fd = pipe
     writer, num_lines, printed = LineWriter(fd, max_lines=8), 2000, bytearray()
@@ -71,7 +71,7 @@ def test_the_end_waits_for_no_reader(pipe: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_what_was_logged_is_written_behind_a_flush(pipe: tuple[int, int]) -> None:
+def test_logged_lines_are_written_by_a_flush(pipe: tuple[int, int]) -> None:
     """So a server's log says why before it says that it listens. Behind the end there is nothing to wait for."""
     reader, fd = pipe
     os.set_blocking(reader, False)

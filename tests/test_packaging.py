@@ -71,7 +71,7 @@ def build(tree: Path, out: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(not (Path(sys.prefix) / ".made-from").exists(), reason="the environment is not of .ci/setup")
-def test_a_program_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
+def test_a_program_outside_of_the_clone_imports_the_package(tmp_path: Path) -> None:
     """A folder without `__init__.py`, as a clone named hicache is, does not stand for the package."""
     (tmp_path / "hicache" / "hicache").mkdir(parents=True)
     (tmp_path / "mine.py").write_text("from hicache import EngineConfig\nimport hicache.kernels, hicache.storage\n")

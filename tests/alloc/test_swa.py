@@ -197,7 +197,7 @@ def test_bad_calls_raise_and_change_nothing(page: int) -> None:
     allocator.check()
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_reports_every_violation() -> None:
     """A mapping that points at free slots, twice at one, or at another offset, and a lost window page, are listed."""
     allocator = windowed(16, 16, 4)
     slots = must(allocator.alloc(8))

@@ -42,7 +42,7 @@ def _report() -> Report:
     return report
 
 
-def test_rates_and_times_stand_beside_what_bounds_them() -> None:
+def test_rates_and_times_are_shown_with_their_bounds() -> None:
     """A GB/s is 1e9 bytes in one second, counting the bytes that each side moved; a time is in the unit asked for."""
     report = _report()
     rate = report.rate(

@@ -218,7 +218,7 @@ def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.split() for line in lines] == [[*map(str, e.values())] for e in listed[:2]]
 
 
-def test_beside_a_writer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_concurrent_writer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """While another process has a store open, stat says what is known from outside, and everything else is refused with
     that process's number, and changes nothing."""
     known = ("identity", "formats", "level", "durability", "budget_bytes", "key_id", "encrypted")

@@ -284,7 +284,7 @@ def test_kernels_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_choice(torch.device("cpu"))
 
 
-def test_our_variable_goes_before_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_of_hicache_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     """HICACHE_DEBUG decides where it is set; SGLang's name for it counts only where ours is not."""
     for ours, theirs, on in (("", "", False), ("1", "", True), ("", "1", True), ("0", "1", False), ("", "0", False)):
         monkeypatch.setenv("HICACHE_DEBUG", ours)

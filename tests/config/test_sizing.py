@@ -66,7 +66,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_computed_is_what_is_built(name: str) -> None:
+def test_computed_sizes_are_those_of_built_pools(name: str) -> None:
     """The bytes of the device tier are those of the pools' buffers; a host tier of computed size has pages in each of
     its pools and serves; the sizes of a resolved configuration stay when it is resolved again."""
     model = MODELS[name]

@@ -138,7 +138,7 @@ def test_wrong_calls_are_refused() -> None:
     )
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_reports_every_violation() -> None:
     """One error lists a free row with a state, a state of two rows, and the violations of table and states."""
     pool = table()
     rows(pool, [Request(), Request()])

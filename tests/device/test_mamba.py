@@ -166,7 +166,7 @@ def test_bad_calls_raise_and_change_nothing() -> None:
     pool.check()
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_reports_every_violation() -> None:
     """A state free twice, out of range, allocated too, or lost is a violation."""
     pool = pool_of()
     must(pool.alloc(2))

@@ -158,7 +158,7 @@ def test_memory_over_20_000_requests(name: str) -> None:
 
 
 @pytest.mark.parametrize("why", ["the store hangs", "no host page is free"])
-def test_a_tier_that_stands_still_keeps_no_request_that_left(why: str, store: PacedStore) -> None:
+def test_a_frozen_tier_keeps_no_cancelled_request(why: str, store: PacedStore) -> None:
     """Requests that are queued behind reads, or wait for host pages, and are cancelled leave nothing."""
     with engine_of(store) as engine:
         compute(engine, "first", prompt(0))

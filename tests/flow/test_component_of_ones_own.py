@@ -95,7 +95,7 @@ def test_it_is_two_files() -> None:
 
 
 @pytest.mark.parametrize(("model", "policy"), ROWS)
-def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, policy: str) -> None:
+def test_it_is_restored_from_device_and_host(device: str, model: ModelGeometry, policy: str) -> None:
     """A request that continues the prefix reads the hidden state that a commit was offered, from the device, and from
     the host after other requests filled the device. Another tenant does not find it."""
     settings = config(device=device, write_policy=policy)
@@ -132,7 +132,7 @@ def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> No
 @pytest.mark.parametrize(
     ("model", "own_store"), [(FULL, True), (WINDOWS, False), (STATES, True)], ids=["full", "window", "hybrid"]
 )
-def test_it_comes_back_from_disk_after_a_restart(
+def test_it_is_restored_from_disk_after_a_restart(
     device: str, model: ModelGeometry, own_store: bool, tmp_path: Path
 ) -> None:
     """A second engine reads from the store what the first was offered, with the pages of the prefix."""
@@ -167,7 +167,7 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
         assert serve(engine, "e", continued(first, 97), FULL) == (Hit(device=WHOLE), True)
 
 
-def test_a_failed_load_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_of_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reader gets `TransferError` before and after the failure has landed, its row is free again, and a retry
     works."""
     with build_engine(config(), FULL, components=[LastHidden]) as engine:
@@ -188,7 +188,7 @@ def test_a_failed_load_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert serve(engine, "c", first, FULL)[1]
 
 
-def test_components_are_found_by_class_and_told_apart_by_name() -> None:
+def test_components_are_found_by_class_and_distinguished_by_name() -> None:
     """Two of one name are refused; an engine gives a component by its class, and says when it has none."""
     with pytest.raises(ConfigError, match="last_hidden"):
         build_engine(config(), FULL, components=[OneRow, TwoRows])

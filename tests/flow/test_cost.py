@@ -95,7 +95,7 @@ def test_rates_are_recent_and_grow_stale() -> None:
     assert cost.load_s(10_000) == pytest.approx(5000.0)
 
 
-def test_a_given_speed_stands_for_what_is_measured() -> None:
+def test_a_configured_speed_replaces_the_measured_one() -> None:
     """A speed that is set is used whatever was seen; 0: computing is never worthwhile; auto: unknown at first, when a
     wait is bounded by a low speed."""
     given, never, measured = model(50.0), model(0.0), model()

@@ -194,7 +194,7 @@ def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: py
         engine.check()
 
 
-def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:
+def test_a_hybrid_prompt_without_states_costs_linear_time(tmp_path: Path) -> None:
     """Two prompts differ in their last page, and the disk has no state of their common prefix. A lookup of the second
     takes about four times the calls for 1024 pages as for 256."""
     lookups = {}
@@ -283,7 +283,7 @@ def test_a_poll_costs_the_same_while_ten_thousand_prefetches_wait(store: PacedSt
     assert quiet[10_000] < quiet[10] + IDLE_POLL_CALLS
 
 
-def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
+def test_the_cost_of_prefetches_is_linear_in_their_number(tmp_path: Path) -> None:
     """200 queued requests take about four times the calls of 50, and no single request costs more."""
     prompts = [np.random.default_rng(n).integers(0, 1 << 20, 2 * PAGE + 1) for n in range(200)]
     with engine_of(tmp_path, 2000) as engine:

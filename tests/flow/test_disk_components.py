@@ -144,7 +144,7 @@ def test_a_store_evicts_the_end_that_came_after_its_request() -> None:
 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
-def test_what_the_disk_lacks_is_computed_again(tmp_path: Path, model: ModelGeometry, stores: Stores) -> None:
+def test_pages_missing_on_disk_are_recomputed(tmp_path: Path, model: ModelGeometry, stores: Stores) -> None:
     """Where the disk lost the state or a window page, a prompt hits only as far as all components reach."""
     tokens = prompt(1, 61)
     with engine_at(tmp_path, model) as engine:
@@ -162,7 +162,7 @@ def test_what_the_disk_lacks_is_computed_again(tmp_path: Path, model: ModelGeome
 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
-def test_what_memory_holds_of_another_prompt_is_read_as_well(tmp_path: Path, model: ModelGeometry) -> None:
+def test_pages_of_another_prompt_in_memory_are_read_too(tmp_path: Path, model: ModelGeometry) -> None:
     """Two prompts part within a node of the first: its windows and states behind that are not those of the second."""
     common, ends = prompt(1, 37), [prompt(2, 28), prompt(3, 28)]
     asked = [np.concatenate([common, end]) for end in ends]
@@ -211,7 +211,7 @@ def test_states_and_windows_are_evicted_before_their_pages(
         eventually(is_ordered)  # uses are told, not answered
 
 
-def test_a_component_that_only_the_disk_has_comes_back_to_held_pages(tmp_path: Path) -> None:
+def test_a_component_on_disk_is_read_for_pages_in_memory(tmp_path: Path) -> None:
     """Where memory kept the pages of a prefix and lost its state, the prefetch brings the state alone."""
     first, rest = prompt(1, 61), prompt(2, 30)
     with engine_at(tmp_path, STATES, device_tokens=512, host_bytes=400 * 8 * 256) as engine:
@@ -228,7 +228,7 @@ def test_a_component_that_only_the_disk_has_comes_back_to_held_pages(tmp_path: P
         settled(engine)
 
 
-def test_what_the_device_holds_is_read_when_the_device_has_lost_it(tmp_path: Path) -> None:
+def test_pages_evicted_from_the_device_are_read(tmp_path: Path) -> None:
     """Of pages on the device that the host evicted nothing is read; when others took the device, they come from
     disk."""
     one, two = prompt(1), prompt(2)

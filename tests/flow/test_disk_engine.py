@@ -64,7 +64,7 @@ def fill(path: Path, *prompts: np.ndarray) -> None:
         assert engine.stats()["persist.failed_pages"] == 0
 
 
-def test_a_prefetch_keeps_what_it_inserted_when_the_store_fails(stores: Stores, tmp_path: Path) -> None:
+def test_a_prefetch_keeps_read_pages_if_the_store_fails(stores: Stores, tmp_path: Path) -> None:
     """The store fails behind the first job: the prefetch ends at once, what came is used, and the pages of the rest are
     freed."""
     tokens, sizes = prompt(1, 321), {"host_bytes": 60 * 8 * 192, "device_tokens": 512, "max_context_len": 512}
@@ -136,7 +136,7 @@ def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: St
     assert disk_threads() == []
 
 
-def test_a_stalled_write_delays_nobody(clock: Clock, stores: Stores, tmp_path: Path) -> None:
+def test_a_stalled_write_delays_no_request(clock: Clock, stores: Stores, tmp_path: Path) -> None:
     """While the writer is stalled, its pages stay locked on the host, others are evicted, and flush raises for all of
     them; when it returns, its pages are on disk and may be evicted."""
     with engine_at(tmp_path / "s") as engine:
@@ -166,7 +166,7 @@ def test_a_stalled_write_delays_nobody(clock: Clock, stores: Stores, tmp_path: P
     assert disk_threads() == []
 
 
-def test_an_engine_closes_beside_a_stalled_thread(clock: Clock, stores: Stores, tmp_path: Path) -> None:
+def test_an_engine_closes_with_a_stalled_thread(clock: Clock, stores: Stores, tmp_path: Path) -> None:
     """close() ends although a reader is stalled; the arena stays mapped until the thread has put its bytes there."""
     tokens = tokens_of(1)
     fill(tmp_path / "s", tokens)
@@ -216,7 +216,7 @@ def test_pages_go_between_the_arena_and_the_store(
         assert store.verbs("get_into") == (6 if reads else 0)
 
 
-def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Path) -> None:
+def test_hits_in_memory_count_as_uses_on_disk(stores: Stores, tmp_path: Path) -> None:
     """The disk evicts a prompt without further uses before one that device or host served again, and the last pages of
     a prompt before its first."""
     one, two = tokens_of(1), tokens_of(2)
@@ -232,7 +232,7 @@ def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Pat
 
 
 @pytest.mark.parametrize("by", ["a request", "a flush", "the close"])
-def test_what_an_outage_kept_from_the_disk_is_sent_again(
+def test_pages_refused_during_an_outage_are_sent_again(
     by: str, clock: Clock, stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pages that the store refused go there once it takes writes again and a request uses them, the engine is flushed
@@ -262,7 +262,7 @@ def test_what_an_outage_kept_from_the_disk_is_sent_again(
     assert "are not stored" not in caplog.text
 
 
-def test_a_flush_tries_again_what_one_error_kept_from_the_disk(stores: Stores, tmp_path: Path) -> None:
+def test_a_flush_retries_pages_that_failed_once(stores: Stores, tmp_path: Path) -> None:
     """One write fails and the next ones do not: the flush that meets it stores all pages."""
     errors = [OSError(errno.EIO, "")]
 
@@ -313,7 +313,7 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp_path: Path) -> None:
+def test_pages_queued_for_the_disk_are_not_locked(breaks: bool, stores: Stores, tmp_path: Path) -> None:
     """Writes lock at most half of the host, also if another prompt shares queued pages. Pages that a failing disk
     refused are not written again with each later job."""
     with engine_at(tmp_path / "s", device_tokens=1024) as engine:

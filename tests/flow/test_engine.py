@@ -52,7 +52,9 @@ def fill(engine: CacheEngine, model: ModelGeometry, *seeds: int, length: int = 6
 
 
 @pytest.mark.parametrize(("model", "policy", "page_size"), PAIRS)
-def test_prefix_comes_back_from_device_and_host(device: str, model: ModelGeometry, policy: str, page_size: int) -> None:
+def test_a_prefix_is_restored_from_device_and_host(
+    device: str, model: ModelGeometry, policy: str, page_size: int
+) -> None:
     """A repeated prompt hits up to its last checkpoint on the device, and on the host after other prompts filled the
     device. Another tenant has no hit."""
     with build_engine(config(device=device, write_policy=policy, page_size=page_size), model) as engine:
@@ -70,7 +72,7 @@ def test_prefix_comes_back_from_device_and_host(device: str, model: ModelGeometr
 
 
 @pytest.mark.parametrize("model", EACH_MODEL)
-def test_a_conversation_goes_on_where_it_was(model: ModelGeometry) -> None:
+def test_a_conversation_hits_its_previous_turns(model: ModelGeometry) -> None:
     """The next turn reuses the answer too: decoding leaves states behind, and windows end with it."""
     with build_engine(config(), model) as engine:
         tokens = prompt(1, 30)
@@ -95,7 +97,7 @@ def test_a_conversation_goes_on_where_it_was(model: ModelGeometry) -> None:
         pytest.param(STATES, MAMBA, {"mamba_size": 4, "max_requests": 1}, (1,), id="hybrid"),
     ],
 )
-def test_what_only_the_host_has_comes_back_alone(
+def test_only_pages_of_the_host_are_loaded(
     model: ModelGeometry, name: Component, sizes: dict[str, int], num_pages: tuple[int, ...]
 ) -> None:
     """When the device has the full pages of a prefix and lost its window or state, that alone is loaded."""
@@ -190,7 +192,7 @@ def test_a_store_serves_one_model_and_tells_salts_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back", "exclusive"])
 @pytest.mark.parametrize("model", EACH_MODEL)
-def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, policy: str) -> None:
+def test_a_small_host_gets_the_beginning(model: ModelGeometry, policy: str) -> None:
     """If the host lacks capacity for all pages that are evicted or committed together, it gets those evicted last, and
     of these the beginning. It gets no window or state without its full page."""
     sizes = {"device_tokens": 512, "window_tokens": 640, "host_states": 4, "write_policy": policy}
@@ -231,7 +233,7 @@ def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
         settled(engine)
 
 
-def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
+def test_uses_count_when_a_request_ends() -> None:
     """Of a full host, the prompt of the request that ended last stays, whenever it came."""
     sizes = {"device_tokens": 512, "host_bytes": 15 * 8 * 192, "write_policy": "write_through"}
     with build_engine(config(**sizes), FULL) as engine:
@@ -247,7 +249,7 @@ def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
 
 
 @pytest.mark.parametrize("model", EACH_MODEL)
-def test_a_reset_forgets_what_nobody_uses(model: ModelGeometry) -> None:
+def test_a_reset_drops_unused_pages(model: ModelGeometry) -> None:
     """Without the device's copies a prompt hits the host, without both nothing; a lease keeps its own pages, and says
     so. Every page and slot is free then."""
     nothing = LookupResult(0, 0, 0, missed={"evicted": 56, "tail": 5})
@@ -272,7 +274,7 @@ def test_a_reset_forgets_what_nobody_uses(model: ModelGeometry) -> None:
 
 
 @pytest.mark.parametrize(("mamba_size", "runs_same"), [(4, False), (5, True)])
-def test_a_state_that_the_prefix_does_not_keep_makes_room(mamba_size: int, runs_same: bool) -> None:
+def test_a_state_outside_of_the_prefix_is_evictable(mamba_size: int, runs_same: bool) -> None:
     """The next request needs two states, and two can be evicted while another request runs: the state of its prefix is
     on the host alone, or is locked by the running request."""
     with build_engine(config(mamba_size=mamba_size, device_tokens=512), STATES) as engine:
@@ -288,7 +290,7 @@ def test_a_state_that_the_prefix_does_not_keep_makes_room(mamba_size: int, runs_
 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
-def test_what_the_device_has_in_front_of_a_load_makes_room(model: ModelGeometry) -> None:
+def test_windows_before_a_load_are_evictable(model: ModelGeometry) -> None:
     """A prefix whose end comes from the host needs no window or state of the part that the device has: where the rest
     fits with these alone, the request is admitted."""
     one = prompt(1, 121)
@@ -308,7 +310,7 @@ def test_what_the_device_has_in_front_of_a_load_makes_room(model: ModelGeometry)
         settled(engine)
 
 
-def test_what_lies_before_the_last_window_makes_room() -> None:
+def test_windows_before_the_last_one_are_evictable() -> None:
     """Of a node that the last window of a prefix begins in, what is in front of that leaves where it is in the way."""
     sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 0, "page_size": 8}
     with build_engine(config(**sizes), WINDOWS) as engine:
@@ -345,7 +347,7 @@ def test_refused_requests_leave_no_trace() -> None:
         settled(engine)
 
 
-def test_closing_keeps_what_was_committed(tmp_path: Path) -> None:
+def test_close_keeps_committed_pages(tmp_path: Path) -> None:
     """close() releases open leases, and their committed pages are on disk."""
     tokens = prompt(1, 90)
     engine = build_engine(config(disk=disk_at(tmp_path)), FULL)

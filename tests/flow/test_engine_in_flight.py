@@ -112,7 +112,7 @@ def test_a_load_fails_with_the_one_that_it_continues() -> None:
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 @pytest.mark.parametrize("ok", [True, False])
-def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeometry, ok: bool) -> None:
+def test_pages_computed_during_a_load_do_not_depend_on_it(model: ModelGeometry, ok: bool) -> None:
     """A request has computed pages that another request is loading. It keeps its own slots until the load has ended, so
     a failed load does not affect it. After that, its commit adds the pages to the tree."""
     engine, transfers = engine_with_stepped_copies(model, device_tokens=256)
@@ -172,7 +172,7 @@ def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:
 
 
 @pytest.mark.parametrize("model", EACH_MODEL)
-def test_a_request_is_refused_only_behind_copies_that_have_not_ended(model: ModelGeometry) -> None:
+def test_a_request_is_refused_only_while_copies_are_in_flight(model: ModelGeometry) -> None:
     """The refusal names poll() and the tokens of copies in flight. After these copies have ended, the next attempt
     applies them and is admitted without a poll."""
     engine, transfers = engine_with_stepped_copies(model, device_tokens=64, write_policy="write_through")
@@ -188,7 +188,7 @@ def test_a_request_is_refused_only_behind_copies_that_have_not_ended(model: Mode
     engine.close()
 
 
-def test_a_copy_locks_no_page_behind_those_that_it_copies() -> None:
+def test_a_backup_locks_no_page_after_its_last_one() -> None:
     """The host has capacity for two of five pages. The device can evict the other three while the two are copied."""
     engine, _ = engine_with_stepped_copies(FULL, device_tokens=64, host_bytes=3 * 8 * 192, write_policy="write_through")
     with engine.acquire(CacheRequest("first", prompt(0, 41))) as lease:
@@ -258,7 +258,7 @@ def test_many_random_histories(kind: str, packing: str, first_seed: int) -> None
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_an_admission_keeps_is_what_its_lock_covers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_admission_keeps_exactly_the_pages_of_its_lock(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over random histories, the lock of a prefix reduces the evictable pages of each component by the number that
     admission counted before. This includes windows and states of a prefix whose end is loaded."""
     fuzz = EngineFuzz(kind, seed=4)

@@ -163,7 +163,7 @@ def test_times_that_would_poison_an_estimate_are_refused(engine: CacheEngine) ->
     assert engine.lookup(before, "", math.inf).device == 32
 
 
-def test_what_is_no_lease_or_request_is_refused(engine: CacheEngine) -> None:
+def test_arguments_of_wrong_types_are_refused(engine: CacheEngine) -> None:
     """By every verb that takes one."""
     for value in (None, "a", CacheRequest("a", TOKENS), object()):
         bad: Any = value

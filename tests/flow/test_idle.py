@@ -113,7 +113,7 @@ def test_a_step_of_an_idle_engine_costs_nothing(device: str, with_disk: bool, tm
             assert costs_of_a_step(engine) == []
 
 
-def test_a_step_beside_transfers_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_transfers_in_flight_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a backup is in flight, steps look at it and do no more; the step after its end completes it."""
     gate = threading.Event()
     before_each_move(monkeypatch, lambda: gate.wait(BOUND_S))

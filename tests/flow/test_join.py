@@ -36,7 +36,7 @@ def computing(
         yield engine, handle, lease
 
 
-def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> None:
+def test_read_pages_are_loaded_after_computed_ones(store: PacedStore) -> None:
     """A request that is alone is ready at once. Behind two computed pages it finds all others, byte for byte, and
     keeps its row."""
     tokens = tokens_of(1)
@@ -129,7 +129,7 @@ def test_reads_end_with_the_prompt(store: PacedStore) -> None:
         settled(engine)
 
 
-def test_the_computed_beginning_stays_before_the_end_that_came(store: PacedStore) -> None:
+def test_the_computed_beginning_is_kept_before_the_read_end(store: PacedStore) -> None:
     """The host evicts the end of a prompt first, also by a policy that evicts first what came last: the beginning."""
     tokens = tokens_of(1)
     fill(store, tokens)
@@ -182,7 +182,7 @@ def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool
 
 
 @pytest.mark.parametrize(("read_s", "no_progress_s"), [(4.0, 384.0), (40.0, 0.0)])
-def test_waiting_and_computing_are_compared_again_beside_others(
+def test_waiting_and_computing_are_compared_again_with_other_requests(
     read_s: float, no_progress_s: float, store: PacedStore
 ) -> None:
     """A request is preemptible while no other is delayed. It ends if another request is delayed and either the 12
@@ -211,7 +211,7 @@ def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedSt
             assert engine.next_stop(lease, 0, 192) == 160
 
 
-def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> None:
+def test_a_long_step_gets_enough_reads_queued_before_it(store: PacedStore) -> None:
     """No poll happens during a pass on a CPU: the store gets jobs for as long as the last step took."""
     tokens = tokens_of(1, 70 * PAGE + 1)
     with engine_of(store, max_context_len=600) as engine:

@@ -70,7 +70,7 @@ def test_an_expectation_ends_with_its_request() -> None:
         assert _device(engine, 0) < 28
 
 
-def test_an_expectation_follows_what_came_meanwhile() -> None:
+def test_an_expectation_includes_pages_added_later() -> None:
     """Asked again, it covers pages that another request committed since, also where nodes were split."""
     with build_engine(config(device_tokens=128, host_bytes=0), GEOMETRY) as engine:
         serve(engine, "head", _prompt(0)[:17])
@@ -97,7 +97,7 @@ def engine_of(policy: str = "auto") -> CacheEngine:
 
 
 @pytest.mark.parametrize("hint", [{"expected_uses": 9}, {"priority": 9}])
-def test_what_is_expected_or_has_priority_stays(hint: dict[str, int]) -> None:
+def test_expected_and_prioritized_pages_are_not_evicted(hint: dict[str, int]) -> None:
     """The oldest prompt is still there when all others of its time are gone."""
     with engine_of() as engine:
         serve(engine, "kept", tokens_of(0), **hint)
@@ -121,7 +121,7 @@ def test_the_end_of_a_session_is_evicted_first(policy: str) -> None:
         assert 8 <= left["ends"] < left["goes on"] == 32, left
 
 
-def test_what_the_end_of_a_session_shares_with_others_stays() -> None:
+def test_shared_pages_of_an_ended_session_are_kept() -> None:
     """The beginning that several had in common counts the uses of all of them, also after one was the last of its
     session."""
     head = prompt(0, 32)
@@ -135,7 +135,7 @@ def test_what_the_end_of_a_session_shares_with_others_stays() -> None:
         engine.check()
 
 
-def test_behind_a_branch_point_alone_a_session_leaves_nothing() -> None:
+def test_a_session_end_evicts_only_pages_after_the_branch_point() -> None:
     """Also if no other prompt has used the system prompt yet."""
     tokens = tokens_of(0)
     with engine_of() as engine:

@@ -137,7 +137,7 @@ def test_prometheus_reads_the_same(served: Served) -> None:
 
 
 @pytest.mark.parametrize("model", component_case.EACH_MODEL)
-def test_what_the_host_has_no_page_for_counts_once(model: ModelGeometry) -> None:
+def test_a_page_without_host_capacity_counts_once(model: ModelGeometry) -> None:
     """However often a prompt that is longer than the host is committed and admitted: a token was copied to the host or
     skipped; and a window or state is one page at most of each page of tokens."""
     tokens, sizes = prompt(1, 20 * PAGE + 1), {"device_tokens": 512, "mamba_size": 32, "window_tokens": 512}

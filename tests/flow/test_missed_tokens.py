@@ -27,7 +27,7 @@ def counted(engine: CacheEngine) -> dict[str, float]:
     return {reason: value for reason, value in found.items() if value}
 
 
-def test_new_and_evicted_pages_are_told_apart() -> None:
+def test_new_and_evicted_pages_are_distinguished() -> None:
     """A new prompt, the same again, and again after other prompts have evicted it from device and host. The ages of the
     evicted pages are observed."""
     settings = config(device_tokens=136, host_bytes=24 * PAGE_BYTES, eviction_policy="lru")

@@ -44,7 +44,7 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
 
 
 @pairwise(bits=["4", "3"], name=list(MODELS), kind=KINDS)
-def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
+def test_every_bit_is_restored(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
     """From the host, and pages that fit also from the disk, before and after a restart. Pages that do not fit are
     counted, take two host pages each, and are in no store."""
     settings, model = config(kv_packing=bits, disk=disk_at(tmp_path), device=device), MODELS[name]
@@ -80,7 +80,7 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
 
 
 @each_value(bits=["4", "3"], name=list(MODELS), kind=KINDS)
-def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, kind: Kind) -> None:
+def test_another_engine_restores_every_bit(device: str, name: str, bits: str, kind: Kind) -> None:
     """From a remote store where all of it fits, and then from the host."""
     shared, settings, model = MemoryPageStore(4 << 20), config(kv_packing=bits, device=device), MODELS[name]
     with build_engine(settings, model, remote=shared) as engine:
@@ -92,7 +92,7 @@ def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, ki
         assert engine.stats()["packing.packed_pages"] == 6 * (kind != "fit")
 
 
-def test_what_follows_a_raw_page_is_stored(device: str) -> None:
+def test_pages_after_a_raw_page_are_stored(device: str) -> None:
     """Pages behind a raw page are stored, and found while memory has the raw page. Without it a prompt is found up to
     that page. Stored pages are not written again, however often requests use them."""
     store, tokens = TroubledStore(MemoryPageStore(4 << 20)), TOKENS.copy()
@@ -113,7 +113,7 @@ def test_what_follows_a_raw_page_is_stored(device: str) -> None:
         assert store.verbs("put") == num_puts and pages.stored[pages.rows_held()].all()
 
 
-def test_a_stop_stores_what_is_behind_raw_pages(device: str) -> None:
+def test_a_shutdown_stores_pages_after_raw_ones(device: str) -> None:
     """In more than one batch, of which each has raw pages: the store has all others when the engine has closed."""
     store, prompts = MemoryPageStore(4 << 20), [prompt(seed) for seed in (1, 2)]
     host_bytes = 9 * host_page_bytes(config(), MODELS["mha"])["full"]
@@ -160,7 +160,7 @@ def test_sparse_latent_attention_stays_raw(tmp_path: Path, device: str, page_siz
         (lambda: MHATokenToKVPool(256, 4, torch.bfloat16, 2, 16, 3, "cpu", False), ""),
     ],
 )
-def test_what_stays_raw_on_cuda_is_told(
+def test_an_unpacked_cache_on_cuda_is_logged(
     build: Callable[[], KVCache], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, with the reason."""
@@ -271,7 +271,7 @@ def test_where_there_is_no_second_place(device: str) -> None:
         assert serve(engine, "b", TOKENS, "some").cached_len == 2 * PAGE
 
 
-def test_too_many_that_do_not_fit_are_told(
+def test_too_many_misfits_are_logged(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, with the remedy; what comes next is packed all the same."""
@@ -296,7 +296,7 @@ def test_too_many_that_do_not_fit_are_told(
         ({"host_page_size": 24, "mamba_track_interval": 240}, "24 tokens"),
     ],
 )
-def test_what_cannot_be_packed(changes: dict[str, object], reason: str) -> None:
+def test_caches_that_cannot_be_packed(changes: dict[str, object], reason: str) -> None:
     """Is refused where bits were given, with the remedy, and stays raw under auto."""
     with pytest.raises(ConfigError, match=reason) as refused:
         build_engine(config(**changes), MODELS["mha"])

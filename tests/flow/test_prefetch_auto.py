@@ -34,7 +34,7 @@ from waiting import eventually
 
 
 @pytest.mark.parametrize("mode", ["best_effort", "wait_complete", None])
-def test_the_first_request_after_a_restart_uses_what_lies_on_disk(mode: PrefetchMode | None, store: PacedStore) -> None:
+def test_the_first_request_after_a_restart_hits_the_disk(mode: PrefetchMode | None, store: PacedStore) -> None:
     """By default it waits for all of it, with no rate known; best_effort, admitted at once, uses nothing of it."""
     tokens = tokens_of(1)
     fill(store, tokens)
@@ -85,7 +85,7 @@ def test_a_slow_disk_is_not_waited_for(store: PacedStore) -> None:
         assert sum(store.num_reads.values()) <= 24 + 2
 
 
-def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: PacedStore) -> None:
+def test_a_wait_for_a_slowing_disk_ends_and_read_pages_are_used(store: PacedStore) -> None:
     """Each landed page updates the estimates. If the other pages are faster to compute, the request is admitted with
     the pages that have landed."""
     with pending_prefetch(store, read_s=FAST) as (engine, handle, tokens):
@@ -230,9 +230,7 @@ def test_measured_rates_gate_loads_too() -> None:
 
 
 @pytest.mark.parametrize("beside", [0, 1])
-def test_a_load_counts_what_the_link_brings_before_it_and_those_that_computing_delays(
-    beside: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_counts_earlier_loads_and_delayed_requests(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half as slow again as computing, a load is made where another request runs, and is not where none does. Its bytes
     come behind those of loads in flight."""
     prompts = [tokens_of(n) for n in range(4)]
@@ -275,7 +273,7 @@ def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
         engine.check()
 
 
-def test_what_no_store_has_does_not_count_for_waiting(store: PacedStore) -> None:
+def test_pages_in_no_store_do_not_count_for_waiting(store: PacedStore) -> None:
     """Of a prompt of 24 pages a store has eight. Computing these costs less than reading them, computing all more."""
     one, two = tokens_of(1), tokens_of(2)
     fill(store, one, two[: 8 * PAGE + 1])

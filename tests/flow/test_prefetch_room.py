@@ -25,7 +25,7 @@ from waiting import eventually
 
 
 @pytest.mark.parametrize("leaves", ["acquire", "cancel", "forget"])
-def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, clock: Clock) -> None:
+def test_a_share_of_the_host_bounds_prefetched_pages(leaves: str, store: PacedStore, clock: Clock) -> None:
     """Pages read for requests that are not admitted stay within `prefetch_host_share`. Other pages are read when these
     requests are admitted, cancelled or forgotten."""
     prompts = [tokens_of(n) for n in range(3)]
@@ -117,7 +117,7 @@ def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, cl
         ("auto", 200, 0.0, 0),
     ],
 )
-def test_nobody_waits_for_room_that_nobody_will_make(
+def test_no_request_waits_for_host_pages_that_are_never_freed(
     mode: PrefetchMode, host_pages: int, share: float, landed: int, store: PacedStore
 ) -> None:
     """A prompt may exceed the share while it is the only one. Larger than the host, it gets what fits and does not wait
@@ -134,7 +134,7 @@ def test_nobody_waits_for_room_that_nobody_will_make(
 
 
 @pytest.mark.parametrize(("others", "landed"), [(5, 5), (2, 5), (0, 5)])
-def test_a_read_takes_the_room_beside_what_it_follows(others: int, landed: int, store: PacedStore) -> None:
+def test_a_read_keeps_the_pages_before_it_on_the_host(others: int, landed: int, store: PacedStore) -> None:
     """Host pages that the prefix continues stay, though the device has them too: what is read takes all others, those
     of other prompts and free ones, and no more."""
     tokens = tokens_of(1, 20 * PAGE + 1)
@@ -154,7 +154,7 @@ def test_a_read_takes_the_room_beside_what_it_follows(others: int, landed: int, 
         settled(engine)
 
 
-def test_room_that_others_took_meanwhile_ends_a_read(store: PacedStore) -> None:
+def test_a_read_ends_if_other_requests_took_the_host_pages(store: PacedStore) -> None:
     """A long prompt is queued in steps. Where host pages that it was to have are taken between two of them, what was
     queued before still lands, and the rest comes when there is room."""
     tokens = tokens_of(1, 150 * PAGE + 1)

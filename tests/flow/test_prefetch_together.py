@@ -76,7 +76,7 @@ def test_a_wait_counts_reads_before_it_and_those_that_computing_delays(
         assert (first.ready, second.ready) == ready
 
 
-def test_a_wait_goes_on_when_the_others_have_ended(store: PacedStore) -> None:
+def test_a_wait_continues_when_other_requests_have_ended(store: PacedStore) -> None:
     """Two requests wait for the disk because computing would delay two that run. When these end, both go on waiting:
     otherwise both would compute at once."""
     with two_pending_prefetches(store, compute_s=10.0, num_running=2) as (engine, handles):
@@ -86,7 +86,7 @@ def test_a_wait_goes_on_when_the_others_have_ended(store: PacedStore) -> None:
         assert not any(handle.ready for handle in handles)
 
 
-def test_a_disk_that_stands_still_keeps_nobody(store: PacedStore, clock: Clock) -> None:
+def test_a_frozen_disk_blocks_no_request(store: PacedStore, clock: Clock) -> None:
     """A wait ends if no page arrives for as long as computing would take this request and the one that it delays."""
     with two_pending_prefetches(store, compute_s=18.0, num_running=1) as (engine, handles):
         for passed_s, ready in ((35, False), (2, True)):
@@ -95,7 +95,7 @@ def test_a_disk_that_stands_still_keeps_nobody(store: PacedStore, clock: Clock) 
             assert [handle.ready for handle in handles] == [ready] * 2, passed_s
 
 
-def test_a_wait_goes_on_where_the_disk_is_a_little_slower(store: PacedStore) -> None:
+def test_a_wait_continues_if_the_disk_is_a_little_slower(store: PacedStore) -> None:
     """A wait that has begun goes on though the current rates would not start it: rates vary, and the pages that were
     read would be wasted."""
     tokens = tokens_of(1)
@@ -116,7 +116,7 @@ def test_a_wait_goes_on_where_the_disk_is_a_little_slower(store: PacedStore) -> 
         assert handle.read_tokens == 192
 
 
-def test_a_read_without_host_pages_comes_after_reads_that_have_them(store: PacedStore) -> None:
+def test_a_read_without_host_pages_is_queued_after_reads_with_them(store: PacedStore) -> None:
     """While other requests use the share of the host, a short prompt is computed, and a long one waits."""
     prompts = [tokens_of(1), tokens_of(2), tokens_of(3, 49)]
     fill(store, *prompts)
@@ -240,7 +240,7 @@ def test_pages_that_are_being_copied_to_the_host_are_not_read(store: PacedStore)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_is_read_behind_a_copy_in_flight_lands_at_once(store: PacedStore, fails: bool) -> None:
+def test_pages_read_after_a_copy_in_flight_are_usable_at_once(store: PacedStore, fails: bool) -> None:
     """The beginning of a prompt is being copied to the host while the rest is read from disk. The rest lands at once,
     and stays if the copy fails."""
     tokens = tokens_of(1)
@@ -280,7 +280,7 @@ def test_a_read_ends_with_the_last_page_that_a_request_waits_for(store: PacedSto
             assert handles["short"].read_tokens == (48 if len(gone) == 1 else 0)
 
 
-def test_what_follows_a_lost_page_is_not_read(store: PacedStore) -> None:
+def test_pages_after_a_lost_page_are_not_read(store: PacedStore) -> None:
     """A store lacks a page that it announced: the prefix ends before that page, and so do later jobs."""
     tokens = tokens_of(1)
     fill(store, tokens)

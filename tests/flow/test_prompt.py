@@ -35,7 +35,7 @@ def test_keys_are_made_once_and_of_the_same_prompt_alone() -> None:
     assert of(tokens) is not first
 
 
-def test_prompts_that_nobody_cancels_are_forgotten_by_their_bytes() -> None:
+def test_prompts_that_are_never_cancelled_are_bounded_by_bytes() -> None:
     """The prompts used last stay, up to `max_bytes`. One prompt stays even if it is larger."""
     tree = RadixTree(PAGE, PageHasher(b"identity", PAGE))
     small, large = np.arange(4), np.arange(4 * 1000)
@@ -60,7 +60,7 @@ def test_prompts_that_nobody_cancels_are_forgotten_by_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("has_events", [False, True])
-def test_what_came_to_the_host_keeps_nothing_of_its_prompt_but_its_own_pages(has_events: bool) -> None:
+def test_a_host_page_keeps_only_the_tokens_of_its_own_read(has_events: bool) -> None:
     """The prompt's tokens go with its request; events tell those of the pages that came, also of a part."""
     tree, announced = RadixTree(PAGE, PageHasher(b"identity", PAGE)), EventLog()
     watch = HostWatch(Metrics(), PAGE, has_stores=False, events=announced if has_events else None)

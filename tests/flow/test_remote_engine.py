@@ -45,7 +45,7 @@ def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "")
     return hit
 
 
-def test_what_one_engine_computed_another_finds(device: str) -> None:
+def test_an_engine_hits_pages_computed_by_another(device: str) -> None:
     """Byte for byte, and with no disk in between; of a tenant's prompts only that tenant's."""
     shared = MemoryPageStore(BUDGET)
     with engine_over(shared, device=device) as first, engine_over(shared, device=device) as second:
@@ -77,7 +77,7 @@ def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
         settled(engine)
 
 
-def test_what_the_disk_lost_comes_from_the_remote_tier(device: str) -> None:
+def test_pages_lost_by_the_disk_are_read_from_the_remote_store(device: str) -> None:
     """A page on disk that does not verify is deleted, and the remote store is asked for it. The complete prompt is
     found, and no later page is read twice."""
     shared, disk = MemoryPageStore(BUDGET), LossyStore(BUDGET)
@@ -92,7 +92,7 @@ def test_what_the_disk_lost_comes_from_the_remote_tier(device: str) -> None:
         settled(engine)
 
 
-def test_the_disk_is_asked_first_and_takes_what_the_remote_tier_gave(device: str) -> None:
+def test_the_disk_is_looked_up_first_and_stores_remote_pages(device: str) -> None:
     """A prompt of which the disk has the beginning comes from both; afterwards the disk has all of it."""
     shared, disk = MemoryPageStore(BUDGET), MemoryPageStore(BUDGET)
     fill(shared, None, prompt(0))
@@ -125,7 +125,7 @@ def test_windows_and_states_count_for_the_tier_that_has_them(tier: str, model: M
 
 
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
-def test_a_hung_remote_tier_holds_nobody_up(verb: str, clock: Clock) -> None:
+def test_a_frozen_remote_store_delays_no_request(verb: str, clock: Clock) -> None:
     """While the remote tier does not answer, pages are served from the disk, and no other transfer uses the host pages
     of the hung call."""
     remote, disk, gate = TroubledStore(MemoryPageStore(BUDGET)), MemoryPageStore(BUDGET), Gate(verb)

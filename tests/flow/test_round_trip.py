@@ -161,7 +161,7 @@ def one_round_trip(space: SlotSpace, host_page: int, device: str, path: Path) ->
 
 
 @pytest.mark.parametrize(("name", "kernels"), ROWS, indirect=["kernels"])
-def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path) -> None:
+def test_bytes_are_restored(device: str, kernels: str, name: str, tmp_path: Path) -> None:
     """Random bytes of a pool survive host pages and the disk and arrive at other slots; all other slots and pages stay
     as they were."""
     spaces = POOLS[name].build(device)
@@ -171,7 +171,7 @@ def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path) -
         one_round_trip(space, 1 if states else POOLS[name].host_page, device, tmp_path / space.name)
 
 
-def test_host_pages_are_whole_device_pages() -> None:
+def test_host_pages_are_complete_device_pages() -> None:
     """A host page that is no whole number of device pages is refused where rows belong to pages, with the setting,
     and accepted where every row belongs to a token."""
     (space,) = pool(NSATokenToKVPool, **LATENT, page_size=8).build("cpu")

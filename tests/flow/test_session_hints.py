@@ -53,7 +53,7 @@ def test_nothing_of_an_ended_session_is_saved_any_more(policy: str) -> None:
         settled(engine)
 
 
-def test_a_session_that_goes_on_all_the_same_is_as_before() -> None:
+def test_a_session_that_continues_after_its_end_hint_is_unaffected() -> None:
     """Its pages are found, and from then on they are saved and leave in their turn."""
     settings = config(device_tokens=136, host_bytes=60 * PAGE_BYTES, eviction_policy="lru")
     tokens = prompt(1, 57)
@@ -139,7 +139,7 @@ def test_a_beginning_that_prompts_share_counts_once() -> None:
         settled(engine)
 
 
-def test_what_all_hints_cost_does_not_grow_with_them() -> None:
+def test_the_cost_of_a_hint_does_not_grow_with_other_hints() -> None:
     """A hint and a snapshot of the metrics execute about the same number of lines for 50 kept prompts as for 4. Prompts
     that both tiers have evicted are in no account."""
     with build_engine(

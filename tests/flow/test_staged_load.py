@@ -51,7 +51,7 @@ def engine(built: CacheEngine, transfers: SteppedTransfers) -> Iterator[CacheEng
         settled(engine)
 
 
-def test_two_tiers_hold_what_one_as_large_as_both_would(engine: CacheEngine, model: ModelGeometry) -> None:
+def test_two_tiers_have_the_hits_of_one_as_large_as_both(engine: CacheEngine, model: ModelGeometry) -> None:
     """Two prompts of 15 pages take turns: each comes from the host whole while the other goes there, in steps of one
     page, and nothing is lost. All that goes down again is counted."""
     prompts = [prompt(n, 121) for n in range(2)]
@@ -71,7 +71,7 @@ def test_two_tiers_hold_what_one_as_large_as_both_would(engine: CacheEngine, mod
 
 
 @pytest.mark.parametrize("write_policy", ["exclusive", "write_back"])
-def test_a_flush_stores_what_the_device_alone_has(write_policy: str) -> None:
+def test_a_flush_stores_pages_of_the_device_alone(write_policy: str) -> None:
     """In steps of a page, so that two tiers go on to hold what they held but for that; a second one copies nothing."""
     store, prompts = MemoryPageStore(1 << 20), [prompt(n, 121) for n in range(2)]
     with build_engine(config(**SIZES | {"write_policy": write_policy}), FULL, store=store) as engine:
@@ -92,7 +92,7 @@ def test_a_flush_stores_what_the_device_alone_has(write_policy: str) -> None:
 
 
 @pytest.mark.parametrize("write_policy", ["exclusive", "write_back"])
-def test_a_flush_raises_for_what_the_device_alone_has(write_policy: str) -> None:
+def test_a_flush_raises_for_pages_of_the_device_alone(write_policy: str) -> None:
     """As long as the store refuses it. Nothing leaves the device meanwhile, and a flush after that stores all of it."""
     store = TroubledStore(MemoryPageStore(1 << 20))
     store.trouble = failing(OSError("a bad sector"), "put")
@@ -112,7 +112,7 @@ def test_a_flush_raises_for_what_the_device_alone_has(write_policy: str) -> None
         settled(engine)
 
 
-def test_what_is_computed_though_the_host_has_it_is_a_duplicate(engine: CacheEngine, model: ModelGeometry) -> None:
+def test_pages_computed_although_on_the_host_are_duplicates(engine: CacheEngine, model: ModelGeometry) -> None:
     """It was not worth a load. It leaves the host before pages that the host alone has."""
     first, second = prompt(0, 121), prompt(1, 57)
     serve(engine, "first", first, model, 8)
@@ -128,7 +128,7 @@ def test_what_is_computed_though_the_host_has_it_is_a_duplicate(engine: CacheEng
     assert len(engine.inspect.context.full.pages.held(page_keys(engine, second[:56]))) == 7
 
 
-def test_of_a_load_that_fails_on_its_way_what_had_come_stays(
+def test_a_failed_staged_load_keeps_its_completed_steps(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
     """Its later pages are on the host still, and the next request has them."""
@@ -233,7 +233,7 @@ def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_
     assert num_copies >= first[0] + 4 * 14 and num_waits <= first[1] + 4  # for the token behind each prompt
 
 
-def test_pages_that_others_need_too_come_in_steps(engine: CacheEngine, model: ModelGeometry) -> None:
+def test_shared_pages_are_loaded_in_steps(engine: CacheEngine, model: ModelGeometry) -> None:
     """They stay on the host meanwhile; the last step has locked its own."""
     first, _ = serve_two_prompts(engine, model)
     pages = engine.inspect.context.full.pages
@@ -246,7 +246,7 @@ def test_pages_that_others_need_too_come_in_steps(engine: CacheEngine, model: Mo
     pages.unlock(rows)
 
 
-def test_room_that_is_ready_for_one_request_goes_to_another_one(
+def test_capacity_ready_for_one_request_serves_another_one(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
     """The first is not asked for any more, and its room is most of the device: the other one is admitted all the same,
@@ -310,7 +310,7 @@ def test_an_engine_closes_while_pages_are_exchanged() -> None:
     assert tree.protected("full") == 0
 
 
-def test_another_may_compute_what_an_exchange_is_about_to_bring(
+def test_another_request_may_compute_pages_of_a_staged_load(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
     """The other pages are loaded when the first request tries again."""
@@ -326,7 +326,7 @@ def test_another_may_compute_what_an_exchange_is_about_to_bring(
     engine.release(lease)
 
 
-def test_what_is_on_its_way_down_is_waited_for(
+def test_a_request_waits_for_pages_in_flight_to_the_host(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
     """A request for pages that have left the device and are not on the host yet computes none of them."""
@@ -339,7 +339,7 @@ def test_what_is_on_its_way_down_is_waited_for(
         assert lease.hit.tokens == 120
 
 
-def test_room_is_made_before_it_is_asked_for(
+def test_pages_are_evicted_before_their_slots_are_needed(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
     """Pages for the next chunk of a prompt are backed up while a chunk is computed, and the prompt waits for no

@@ -31,7 +31,7 @@ def empty_device(engine: CacheEngine) -> None:
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])
-def test_what_was_used_last_goes_last(policy: str) -> None:
+def test_the_page_used_last_is_evicted_last(policy: str) -> None:
     """One prompt was used before another: whatever is evicted and copied meanwhile, the first goes whole before any of
     the second."""
     cold, hot = (np.random.default_rng(n).integers(0, 50, 49) for n in (1, 2))
@@ -46,7 +46,7 @@ def test_what_was_used_last_goes_last(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lfu", "slru"])
-def test_uses_go_to_the_host_with_what_leaves_the_device(policy: str) -> None:
+def test_uses_are_copied_to_the_host_with_evicted_pages(policy: str) -> None:
     """A prompt that was used often, and then leaves the device, stays on the host longer than one that came after
     it."""
     sizes = {"host_bytes": 15 * PAGE_BYTES, "eviction_policy": policy, "write_policy": "write_back"}
@@ -62,7 +62,7 @@ def test_uses_go_to_the_host_with_what_leaves_the_device(policy: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["landed", "in flight", "divided in flight", "used before", "evicted later"])
-def test_what_is_said_of_later_uses_holds_on_the_host(way: str) -> None:
+def test_announced_uses_take_effect_on_the_host(way: str) -> None:
     """The host keeps a prompt with expected uses and evicts one whose session has ended. Their pages are on the host,
     in flight, or on the device alone when the caller gives the hint."""
     policy = "write_back" if way == "evicted later" else "write_through"

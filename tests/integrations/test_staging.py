@@ -67,7 +67,7 @@ def test_pages_up_to_the_first_that_is_missing(store: Store) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 5, NUM_PAGES - 1])
-def test_what_the_caller_raises_ends_the_call_alone(store: Store, failing: int) -> None:
+def test_an_exception_of_the_caller_ends_only_its_call(store: Store, failing: int) -> None:
     """In taking a page and in giving one; the next calls have all staging pages."""
     tier, _ = store
 

@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_byte_of_what_decides_the_pages_counts(model: Path) -> None:
+def test_every_byte_that_determines_pages_counts(model: Path) -> None:
     """A changed byte of a shard, configuration, index or code, and a file that is new or renamed, change the digest;
     what only describes the model does not."""
     found = [digest(model)]

@@ -13,7 +13,7 @@ PARTS = [(512, 64, 576), (24, 8, 32), (7, 3, 10), (5, 1, 9), (1024, 1500, 2524)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize(("rank", "rope", "row"), PARTS)
-def test_parts_go_in_and_come_out(
+def test_parts_are_written_and_read(
     device: str, kernels: str, dtype: torch.dtype, rank: int, rope: int, row: int
 ) -> None:
     """Each named slot holds its two parts side by side, what is behind them and every other slot stay, and reading

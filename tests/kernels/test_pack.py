@@ -96,7 +96,7 @@ def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -
         *long(("triton", 64, 2, 64, FOUR_BITS), ("triton", 128, 3, 4, ROOMY), ("triton", 16, 1, 96, THREE_BITS)),
     ],
 )
-def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
+def test_rows_are_restored(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
     """Groups of layers from any layer on, with full and narrow tiles, at scattered slots."""
     rows = pool(2, buffers, channels, tokens, kernels)
     packer = PagePacker(rows, tokens, kernels, format)
@@ -110,7 +110,7 @@ def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: i
 
 
 @pytest.mark.parametrize(("kernels", "bits"), [("torch", 3), ("torch", 4), ("triton", 3), *long(("triton", 4))])
-def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
+def test_every_pattern_is_restored(kernels: Kernels, bits: int) -> None:
     """All 65 536 patterns, next to each other, in channels with one exponent, and alone among zeros; NaNs keep what
     they carry."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -198,7 +198,7 @@ def test_kernel_and_twin_agree_over_a_billion_values(format: PackFormat) -> None
 
 
 @pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS])
-def test_the_format_is_what_it_says(format: PackFormat) -> None:
+def test_the_format_is_the_documented_one(format: PackFormat) -> None:
     """A decoder written from the description alone reads what was packed."""
     rows = pool(1, 2, 96, 5, "torch")
     packer = PagePacker(rows, 32, "torch", format)

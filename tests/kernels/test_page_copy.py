@@ -83,7 +83,7 @@ def test_offsets_beyond_two_gib() -> None:
     assert pool[0][0][tail][:, 7].tolist() == list(range(31, -1, -1))
 
 
-def test_what_does_not_fit_is_refused_and_nothing_moves_nothing() -> None:
+def test_wrong_shapes_are_refused_and_no_rows_copy_nothing() -> None:
     """Staging, slots, layers or buffers that do not fit raise ValueError; no slots, or no layers, move no bytes."""
     pool = Pool.named("mha", 8, "cpu")
     mover, before = pool.mover(4, "torch"), pool.rows()

@@ -25,7 +25,9 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @pairwise(page_size=[1, 4, 16], num_heads=[(4, 4), (6, 2), (3, 1)], seq_len=[1, 5])
-def test_pages_give_what_the_tokens_give(device: str, page_size: int, num_heads: tuple[int, int], seq_len: int) -> None:
+def test_pages_and_tokens_give_equal_results(
+    device: str, page_size: int, num_heads: tuple[int, int], seq_len: int
+) -> None:
     """Each request attends to its own tokens up to its own position, wherever its pages are; the rest is not read."""
     (heads, kv_heads), generator = num_heads, torch.Generator().manual_seed(page_size)
     lens = torch.tensor([17, 5, 1, 32])

@@ -114,7 +114,7 @@ PASSES = {"decode": ([1, 32, 70, 33], [1] * 4), "prompts": ([11, 37], [11, 7]), 
     splits=[1, 4],
     dtype=[torch.float32, torch.float16],
 )
-def test_each_token_attends_to_what_its_rule_lets_it_see(
+def test_each_token_attends_by_its_rule(
     device: str, kernels: str, rule: str, tokens: str, shape: tuple[int, int, int, int], splits: int, dtype: torch.dtype
 ) -> None:
     """Decode, extend and both, behind windows, chunks, soft caps and sinks, give plain attention, however split."""

@@ -138,7 +138,7 @@ def test_a_copy_makes_no_one_wait() -> None:
     assert torch.equal(host, expected)
 
 
-def test_what_does_not_fit_is_refused_and_nothing_moves_nothing(device: str, kernels: str) -> None:
+def test_wrong_shapes_are_refused_and_no_rows_copy_nothing(device: str, kernels: str) -> None:
     """Host pages, ids, slots or layers that do not fit raise ValueError; no pages, or no layers, move no bytes."""
     pool = Pool.named("mha", 8, device)
     mover = pool.mover(4, kernels)

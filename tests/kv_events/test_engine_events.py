@@ -63,7 +63,7 @@ def _wait_until_written(engine: CacheEngine) -> None:
 
 @pytest.mark.parametrize("kind", engine_fuzz.MODELS)
 @pytest.mark.parametrize(("seed", "num_steps"), [(0, 120), *long(*((seed, 250) for seed in range(4)))])
-def test_a_router_holds_what_the_tiers_hold_after_any_history(
+def test_a_router_has_the_blocks_of_the_tiers_after_any_history(
     kind: str, seed: int, num_steps: int, tmp_path: Path
 ) -> None:
     """After random requests, aborts, evictions, failed copies and disk faults, then after a second engine over the same
@@ -111,7 +111,7 @@ def test_an_address_that_cannot_be_used_leaves_the_disk_free(tmp_path: Path) -> 
         serve(engine, "r", range(96))
 
 
-def test_a_store_of_ones_own_is_told_as_it_is_found(tmp_path: Path) -> None:
+def test_pages_of_a_custom_store_are_reported_when_found(tmp_path: Path) -> None:
     """It does not say what it loses: a page that a read misses is told as removed, and once more when it is written."""
     stream, prompt = tmp_path / "events", range(96)
     store = MemoryPageStore(1 << 20)
@@ -133,7 +133,7 @@ def test_a_store_of_ones_own_is_told_as_it_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.store_process
-def test_a_disk_whose_process_died_is_told_as_it_is_found(tmp_path: Path) -> None:
+def test_pages_of_a_restarted_disk_are_reported_when_found(tmp_path: Path) -> None:
     """Its last evictions are unknown: its blocks are reported as removed, and as stored again when a read finds
     them."""
     stream, prompt = tmp_path / "events", range(96)
@@ -166,7 +166,7 @@ def _index_of(engine: CacheEngine, path: Path) -> BlockIndex:
     return index
 
 
-def test_a_subscriber_in_another_process_holds_what_the_tiers_hold(tmp_path: Path) -> None:
+def test_a_subscriber_in_another_process_has_the_blocks_of_the_tiers(tmp_path: Path) -> None:
     """Over ZeroMQ, decoded with twins of vLLM's classes; batches from before the subscription are replayed."""
     subscribe(tmp_path)
 

@@ -76,7 +76,7 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_reader_that_counts_holds_what_the_media_hold(seed: int) -> None:
+def test_a_counting_reader_has_the_blocks_of_the_media(seed: int) -> None:
     """Blocks are stored twice, after gaps, and removed silently: each block of a medium is reported once until it is
     removed, and after its parent. A stored block is unreported only if no medium has its parent."""
     history = History(seed)

@@ -59,7 +59,7 @@ def _pages(number: int) -> PromptPages:
     return PromptPages(_keys(10 * number, 10), None, np.arange(20, dtype=np.int64), "")
 
 
-def test_a_sink_that_hangs_delays_nobody_and_every_loss_is_a_gap_in_the_numbers() -> None:
+def test_a_frozen_sink_delays_no_call_and_losses_are_gaps() -> None:
     """While the sink hangs, every call returns. Events that exceed the queue or fail are missing and counted; the
     others are in order. The stream begins and ends with a clear event."""
     log, metrics, sink = EventLog(), Metrics(), HeldSink(fails=[2])
@@ -186,7 +186,7 @@ def test_long_runs_become_events_of_few_blocks() -> None:
     assert [token for part in parts for token in part.token_ids] == list(range(600))
 
 
-def test_lines_are_as_documented_and_are_added_to_what_is_there(tmp_path: Path) -> None:
+def test_lines_are_as_documented_and_appended(tmp_path: Path) -> None:
     """Token ids are prompts: a new file is its user's alone. The mode of one that is there is kept."""
     sink_of(f"file:{tmp_path}/new").close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
@@ -202,7 +202,7 @@ def test_lines_are_as_documented_and_are_added_to_what_is_there(tmp_path: Path) 
     assert json.loads(line) == {"sequence": 3, "time_s": 4.5, "events": _KNOWN_EVENTS}
 
 
-def test_a_full_disk_leaves_a_gap_and_whole_lines_after_it() -> None:
+def test_a_full_disk_causes_a_gap_and_complete_lines_after_it() -> None:
     """A line that could not be written fails, and the next begins a line of its own."""
     sink = FileSink("/dev/full")
     with pytest.raises(OSError, match="No space"):

@@ -52,7 +52,7 @@ def built(plan: MemoryPlan, model: PlannedModel, num_gpus: int = 1) -> tuple[int
 
 
 @pytest.mark.parametrize("row", KINDS)
-def test_the_pools_take_what_the_plan_says(row: str, tmp_path: Path) -> None:
+def test_the_pools_take_the_planned_bytes(row: str, tmp_path: Path) -> None:
     """From the configuration alone the plan knows the bytes of every pool, windows and states included; weights, pools
     and workspace are the memory of the GPU; host tokens are those of the host pool; one page more would not fit."""
     model = described(row, tmp_path)
@@ -268,7 +268,7 @@ def test_tiers_too_small_for_a_page_are_refused(tmp_path: Path) -> None:
         plan_memory(model, GPU, dataclasses.replace(SMALL, host_bytes=0))
 
 
-def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_files_that_are_no_model_are_refused_in_one_line(tmp_path: Path) -> None:
     """A missing file, other JSON, an unknown type, wrong values, a model that cannot be served."""
     path = tmp_path / "config.json"
 

@@ -104,7 +104,7 @@ def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture
     [("llama", (), "exclusive"), ("llama", ("--disk", "8MiB"), "write_through"), ("qwen3_next", (), "exclusive")],
 )
 @pytest.mark.parametrize("host", ["1MiB", "64MiB"])
-def test_what_a_host_adds(
+def test_hits_that_a_host_adds(
     row: str, disk: Sequence[str], policy: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under the policy that an engine takes: all of it where both hold different pages, else what it has more than the

@@ -115,7 +115,7 @@ def test_bigrams_keep_the_last_token() -> None:
         assert matched(cache, list(range(13))) == 12 and matched(cache, [*range(9), 99]) == 8
 
 
-def test_what_a_cache_cannot_keep_is_refused() -> None:
+def test_arguments_that_a_cache_cannot_store_are_refused() -> None:
     """A cache without what its kind needs, of unknown policies or of pages of no token raises and names the setting."""
     plain, hybrid = full_cache(), mamba_cache()
     allocator, table = plain.token_to_kv_pool_allocator, plain.req_to_token_pool

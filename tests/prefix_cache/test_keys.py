@@ -103,7 +103,7 @@ def test_a_node_shares_a_long_key_and_copies_a_short_part() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [12, LONG])
-def test_what_is_written_later_does_not_reach_the_tree(num_tokens: int) -> None:
+def test_later_writes_to_an_array_do_not_reach_the_tree(num_tokens: int) -> None:
     """Ids that a caller can still write to are copied: a node keeps those of its insertion. Arrays match lists."""
     cache, ids = RadixCache.create_simulated(), np.arange(num_tokens)
     cache.insert(InsertParams(RadixKey(ids), torch.arange(num_tokens)))

@@ -83,7 +83,7 @@ def test_copies_go_where_the_request_wants_them() -> None:
     assert free(cache) == (61, 11)
 
 
-def test_a_copy_evicts_but_not_what_it_copies() -> None:
+def test_a_backup_does_not_evict_its_own_pages() -> None:
     """With no state free another prefix gives one up; where only the matched one could, the match is refused."""
     cache = mamba_cache(num_states=3)
     for tokens in ([1, 2], [3, 4], [5, 6]):

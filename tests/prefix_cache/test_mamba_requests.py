@@ -115,7 +115,7 @@ def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
     cache.sanity_check()
 
 
-def test_states_behind_unknown_tokens_are_not_stored() -> None:
+def test_states_after_unknown_tokens_are_not_stored() -> None:
     """Where a request has computed more than it knows the tokens of, its state is of no known prefix and is freed."""
     cache = mamba_cache()
     runner = FakeRunner(cache)

@@ -144,7 +144,7 @@ def test_of_two_with_one_prefix_one_computes_and_one_reads() -> None:
         assert sum(output.computed_tokens for output in outputs.values()) <= len(tokens) * 0.75 + 2 * PAGE
 
 
-def test_beside_others_the_rule_decides() -> None:
+def test_with_other_requests_the_rule_decides() -> None:
     """While another request decodes, one whose prefix is read as fast as it is computed waits for it and computes
     nothing; once alone it computes."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)

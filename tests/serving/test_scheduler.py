@@ -82,7 +82,7 @@ SPEEDS = {  # seconds of a pass over n tokens of a prompt from position p on
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_a_long_prompt_does_not_stop_the_streams_beside_it(speed: str) -> None:
+def test_a_long_prompt_does_not_stop_concurrent_streams(speed: str) -> None:
     """While another request decodes, passes over a prompt take at most `max_pass_s` after the first one, unless the
     smallest chunk takes longer, and at least half of it while tokens are left. Without other requests they take at most
     four times as long."""

@@ -73,7 +73,7 @@ def test_geometry_is_what_the_layers_store(case: str) -> None:
     assert model.config.to_dict() == before
 
 
-def test_a_layer_may_have_a_state_beside_attention_or_neither() -> None:
+def test_a_layer_may_have_attention_and_a_state_or_neither() -> None:
     """A layer may have attention and a state, or neither. A model may have latent rows and states."""
     assert geometry_of(shared(tiny_family, "falcon_h1")).layer_kinds == ("hybrid",) * 4
     some = geometry_of(shared(tiny_family, "nemotron_h, without a minimum time step"))

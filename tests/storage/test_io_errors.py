@@ -113,7 +113,7 @@ def test_a_full_disk_takes_a_smaller_budget(small_disk: Path) -> None:
         (path / "store.json.new").mkdir(exist_ok=True)
 
 
-def test_opening_without_room(small_disk: Path) -> None:
+def test_opening_a_store_on_a_full_disk(small_disk: Path) -> None:
     """However little space there is for a new store, opening it succeeds or says that there is none; never that what is
     there is no store."""
     outcomes = set()

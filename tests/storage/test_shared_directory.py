@@ -127,7 +127,7 @@ def test_a_file_of_another_page_is_a_miss(tmp_path: Path) -> None:
         assert len(found_in(store, {b"a": page(0), b"b": page(0)})) == 1 and store.stats().corrupt == 1
 
 
-def test_readers_beside_a_prune(tmp_path: Path) -> None:
+def test_readers_with_a_concurrent_prune(tmp_path: Path) -> None:
     """While pages are pruned and put again, reads are right or misses, and nothing counts as damage or as an error."""
     with closing(opened(tmp_path)) as store, closing(opened(tmp_path)) as reader, ThreadPoolExecutor(2) as threads:
         is_done = False

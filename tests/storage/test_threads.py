@@ -25,7 +25,7 @@ def mixed_page(number: int) -> PageBuffer:
 
 
 @pytest.mark.parametrize("num_turns", [40, pytest.param(400, marks=pytest.mark.long)])
-def test_readers_beside_a_writer(tmp_path: Path, num_turns: int) -> None:
+def test_readers_with_a_concurrent_writer(tmp_path: Path, num_turns: int) -> None:
     """While many times the budget is stored, pages are deleted and files compacted, readers see only complete, right
     pages. The files never exceed the budget by 5 %, and every put is stored."""
     budget_bytes = budget_of(NUM_BUDGETED, PAGE_BYTES)

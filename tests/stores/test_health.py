@@ -191,7 +191,7 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_read_that_ran_out_of_time_is_no_failure_if_it_brought_pages(tmp_path: Path) -> None:
+def test_a_late_read_that_returned_pages_is_no_failure(tmp_path: Path) -> None:
     """However often; one that brought nothing by its deadline, or failed before, is."""
     clock = Clock()
     disk, store = started_tier(tmp_path / "s", clock=clock)

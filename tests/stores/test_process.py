@@ -55,7 +55,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
         yield case
 
 
-def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
+def test_bytes_are_restored(case: Case, tmp_path: Path) -> None:
     """Pages in shared memory go down and come back, what is absent is a miss, lookups wait for their answer, and stats
     are those of the store; after a close the store is whole."""
     keys, data = pages(1, 8)
@@ -90,7 +90,7 @@ def test_a_deadline_reaches_the_store(tmp_path: Path) -> None:
         assert case.found(*pages(1, 4)) == (True,) * 4
 
 
-def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
+def test_the_store_process_logs_like_its_engine(tmp_path: Path) -> None:
     """The process writes to the standard error of its engine, from the engine's level on, and as JSON where its engine
     does."""
     code = (
@@ -125,7 +125,7 @@ def test_wrong_jobs_are_refused(case: Case) -> None:
 
 
 @pytest.mark.parametrize("why", ["in use", "damaged", "No space left", "nothing serves"])
-def test_a_start_goes_on_without_a_store_that_cannot_be_had(
+def test_a_start_continues_without_an_unavailable_store(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tier starts closed, says once why, and answers with misses; when the cause is gone it has the store."""
@@ -213,7 +213,7 @@ def test_a_process_that_dies_is_started_again(case: Case) -> None:
     assert case.stored(keys[4:], data[4:]) == (True,) * 4 and case.found(keys, data) == (True,) * 8
 
 
-def test_a_process_that_stands_still_is_left(tmp_path: Path) -> None:
+def test_a_frozen_process_is_abandoned(tmp_path: Path) -> None:
     """Under SIGSTOP, as under a frozen disk, what is under way is announced as stalled, and answered when the process
     has been ended; a new one serves what was acknowledged."""
     with contextlib.closing(Case(at(tmp_path / "s"))) as case:
@@ -290,7 +290,7 @@ def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
     assert case.tier.times_lost == 1 and case.stored(*pages(1, 2)) == (True, True)
 
 
-def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
+def test_a_process_frozen_while_opening_is_abandoned(case: Case) -> None:
     """It is killed and another one is started, like a process that hangs with jobs in flight."""
     client, first = case.tier, case.tier.pid
     os.kill(first, signal.SIGKILL)
@@ -307,7 +307,7 @@ def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_store_that_does_not_open_holds_nobody_up(
+def test_a_store_that_does_not_open_delays_no_request(
     closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine continues without it, with one log line, and uses it once it is open. If the engine no longer waits for
@@ -433,7 +433,7 @@ def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("mode", ["leaves", "killed", "forks"])
-def test_what_an_engine_left_is_stored(mode: str, tmp_path: Path) -> None:
+def test_queued_pages_of_an_ended_engine_are_stored(mode: str, tmp_path: Path) -> None:
     """An engine that does not wait for the end of its store may end, or be killed with all of its descendants: its
     store process does the writes that were sent, though it reads them later, seals the index and ends. Also where a
     forked child lives on."""
@@ -484,7 +484,7 @@ assert held() == before, (held(), before)
 """
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_all_files_are_removed(tmp_path: Path) -> None:
     """Descriptors and children are as before, after tiers that were closed and processes that were lost, also where
     their processes become children of this one, as of process 1 of a container."""
     output(_LEAVES_NOTHING, at(tmp_path / "s"), SUPPORT)

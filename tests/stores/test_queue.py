@@ -129,7 +129,7 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_pages_behind_a_gap_are_not_read(tmp_path: Path) -> None:
+def test_pages_after_a_gap_are_not_read(tmp_path: Path) -> None:
     """A missing page ends its batch: the pages behind it would be useless."""
     disk, store = started_tier(tmp_path / "s")
     keys, data = pages(1, 8)
@@ -167,7 +167,7 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
+def test_a_group_is_bounded_and_gets_the_lag(tmp_path: Path) -> None:
     """A put takes at most a maximum of bytes; `lag` is the fullness of the queue behind it."""
     disk, store = started_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20, clock=Clock())
     store.inner.put = lambda items, lag, deadline_s=0: [True] * len(items)  # type: ignore[method-assign, assignment]
@@ -186,7 +186,7 @@ def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_close_finishes_what_was_queued(tmp_path: Path) -> None:
+def test_close_finishes_queued_jobs(tmp_path: Path) -> None:
     """A full queue refuses jobs; those that it accepted are in the store when the tier has closed."""
     disk, store = started_tier(tmp_path / "s", queue_jobs=9)  # and one for the reader
     gate = store.trouble = Gate("put")

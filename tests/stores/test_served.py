@@ -71,7 +71,7 @@ def test_engines_share_a_served_store(served: tuple[Program, str], tmp_path: Pat
             store.check()
 
 
-def test_what_a_client_sent_before_it_left_is_done(tmp_path: Path) -> None:
+def test_jobs_sent_before_a_client_ends_are_done(tmp_path: Path) -> None:
     """This also holds if the process notices the client's end by a failed answer, before it has read all frames."""
     listener, read_later, keys, data = Scarce(tmp_path / "sock"), threading.Event(), *pages(1, 2)
     listener.has_room = True
@@ -92,7 +92,7 @@ def test_what_a_client_sent_before_it_left_is_done(tmp_path: Path) -> None:
         assert other.stored(*pages(2, 1)) == (True,) and other.found(keys, data) == (True, True)
 
 
-def test_a_served_process_that_goes_on_is_used_again(served: tuple[Program, str]) -> None:
+def test_a_served_process_that_continues_is_used_again(served: tuple[Program, str]) -> None:
     """A client drops a process that hangs. When it continues, it answers its jobs, and the client connects again."""
     program, path = served
     keys, data = pages(1, 4)
@@ -123,7 +123,7 @@ def test_a_user_of_another_name_is_refused(served: tuple[Program, str]) -> None:
         assert stranger.communicate()[0].strip() == "True"
 
 
-def test_what_an_engine_shared_leaves_with_it(served: tuple[Program, str]) -> None:
+def test_shared_memory_ends_with_its_engine(served: tuple[Program, str]) -> None:
     """The process unmaps the memory of an engine that has left, though the threads that did its last jobs have had
     none since: the host tier of the next one is as large."""
     program, path = served
@@ -137,7 +137,7 @@ def test_what_an_engine_shared_leaves_with_it(served: tuple[Program, str]) -> No
         eventually(lambda: held_by(program.pid) == before, lambda: (held_by(program.pid), before))
 
 
-def test_nobody_is_accepted_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_client_is_not_accepted_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no descriptor is left for a client that waits, it is looked for with the next look and not before, and
     served once there is one. One that asks for no store is left in the end."""
     monkeypatch.setattr(hicache.storage.process.server, "LOOK_S", 3600.0)
@@ -192,7 +192,7 @@ def joined(thread: threading.Thread, stop: Callable[[], None]) -> Iterator[None]
 
 
 @pytest.mark.parametrize("num_clients", [40, pytest.param(2000, marks=pytest.mark.long)])
-def test_nonsense_concerns_nobody_else(served: tuple[Program, str], num_clients: int) -> None:
+def test_invalid_frames_affect_no_other_client(served: tuple[Program, str], num_clients: int) -> None:
     """Clients send random frames, requests, lengths and descriptors, change their memory, and disconnect at any point.
     Another client still gets its bytes, and the process has the same open files and memory as before."""
     program, path = served

@@ -160,7 +160,7 @@ def test_a_store_that_cannot_count_is_used() -> None:
         assert stats["disk.stored_pages"] == NUM_PAGES and not stats["disk.process_failures"]
 
 
-def test_what_a_store_refuses_stays_on_the_host() -> None:
+def test_pages_refused_by_a_store_stay_on_the_host() -> None:
     """Where `put` says False and counts no error, the pages count as not stored and serve from the host, and writing
     goes on: they are stored as soon as it says True."""
     store, tokens = Refusing(1 << 20), prompt(1)

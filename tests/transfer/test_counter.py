@@ -87,7 +87,7 @@ def test_a_failure_reaches_its_consumers_only(device: str) -> None:
     counter.wait_all()
 
 
-def test_work_beside_the_forward_has_its_own_loads(device: str) -> None:
+def test_concurrent_work_has_its_own_loads(device: str) -> None:
     """Within `consuming` other loads are waited for, and afterwards those of the forward again."""
     counter = make_counter(device, 1)
     good, bad = counter.begin(), counter.begin()

@@ -100,7 +100,7 @@ def test_a_page_that_was_locked_leaves_after_those_that_follow_it(name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_queued_request_expects_goes_last(name: str) -> None:
+def test_expected_pages_are_evicted_last(name: str) -> None:
     """Under every policy, and whenever it came."""
     for which in range(3):
         tree = tree_of(name)

@@ -64,7 +64,7 @@ def test_pages_are_hashed_once() -> None:
     assert hasher.pages_hashed == 6
 
 
-def test_what_is_kept_is_counted_while_it_is_there() -> None:
+def test_kept_pages_are_counted_while_they_exist() -> None:
     """Each page, window and state of a kept prompt counts once, also after a split of a locked node. It no longer
     counts after its deadline, a use, the end of its session, its eviction, or a failed load."""
     tree = tree_of(SwaComponent(4), MambaComponent())
@@ -175,7 +175,7 @@ def test_sharing_ends_at_a_load_in_flight() -> None:
     tree.check()
 
 
-def test_with_the_end_of_a_leaf_leaves_what_no_match_can_end_in() -> None:
+def test_evicting_a_leaf_end_removes_pages_without_matches() -> None:
     """Where one page is needed, the prompt gives its last one alone, but all up to a state where states end matches."""
     for components, num_tokens in (((), 2), ((MambaComponent(),), 6)):
         tree = tree_of(*components, page=2)
