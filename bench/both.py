@@ -265,7 +265,7 @@ class _Both:
 
     def sessions(self) -> None:
         """Run all sessions in one engine, whose tiers and store are empty when a run begins. The store keeps written
-        pages, and is as fast as our disk."""
+        pages, and is as fast as the machine's disk."""
         sizes, token_bytes = self._sizes.sessions, self._served.token_bytes
         turns = generated_turns(sizes.scale)
         settings: dict[str, Any] = {

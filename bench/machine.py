@@ -21,7 +21,12 @@ ROOT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
 RESULTS = Path("bench-results") if ROOT is None else ROOT / "bench" / "results"
 
 _TREES = {"hicache": "hicache", **{name: f"hicache.{name}" for name in ("kernels", "storage", "bench")}}
-_NOT_OF_A_TREE = {"kernels", "storage", "bench", "results"}  # in hicache/ of a wheel they are trees of their own
+_NOT_OF_A_TREE = {
+    "kernels",
+    "storage",
+    "bench",
+    "results",
+}  # have their own trees, although a wheel has them in hicache/
 
 
 def machine_name(device: torch.device) -> str:

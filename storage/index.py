@@ -170,7 +170,7 @@ class UseOrder:
                     ticks[last.slot] = 0
                     return last
             num = max(_MIN_CHOSEN, sum(self.num_slots) // _CHOSEN_SHARE)
-            # A batch with kept pages would evict them before pages that are stored later.
+            # Kept pages are not in the batch: pages that are stored later must be evicted before them.
             chosen = self.by_use(num, with_kept=False) or self.by_use(1)
             if not chosen:
                 return None
