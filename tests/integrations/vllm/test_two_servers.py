@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.smoke
+@pytest.mark.timeout(900)  # two starts of vLLM, a minute each on a busy machine
 def test_the_second_server_loads_what_the_first_one_computed(tmp_path: Path) -> None:
     """Both get one prompt. The first server computes it; the second one has its complete chunks from the disk."""
     model, examples = tmp_path / "model", ROOT / "examples/vllm"
