@@ -555,5 +555,14 @@ class StoreClient:
 
     def wait(self, seconds: float) -> None:
         """Wait until `poll` has something to do, at most `seconds`. Another thread may submit jobs meanwhile."""
-        if (connection := self._connection) is not None:
-            connection.wait(seconds)
+        wait_for_clients([self], seconds)
+
+    @property
+    def connection(self) -> Connection | None:
+        """The connection to the process, if there is one."""
+        return self._connection
+
+
+def wait_for_clients(clients: Sequence[StoreClient], seconds: float) -> None:
+    """Wait until `poll` of a client has something to do, at most `seconds`."""
+    frames.wait_for_any([one.connection for one in clients if one.connection is not None], seconds)

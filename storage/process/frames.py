@@ -54,7 +54,7 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
 _MAX_SHORT_BYTES = 1 << 20  # limit of the length of frames without keys
@@ -354,7 +354,7 @@ class Connection:
         """Send a frame with a descriptor, which is attached to its first byte, so unsent bytes are sent first. May
         block."""
         while self.unsent:
-            self._await(select.POLLOUT, _WAIT_S)
+            _wait([(self.socket, select.POLLOUT)], _WAIT_S)
             self.send()
         try:
             sent = socket.send_fds(self.socket, [data], [descriptor])
@@ -403,7 +403,7 @@ class Connection:
     def wait(self, seconds: float) -> None:
         """Wait at most `seconds` until bytes arrive, or unsent bytes can be sent. Another thread may use the connection
         meanwhile."""
-        self._await(select.POLLIN | (select.POLLOUT if self.unsent else 0), seconds)
+        wait_for_any([self], seconds)
 
     def finish(self) -> None:
         """Stop sending. The other end closes the connection when it has finished the jobs that it received."""
@@ -413,9 +413,23 @@ class Connection:
     def close(self) -> None:
         self.socket.close()
 
-    def _await(self, events: int, seconds: float) -> None:
-        descriptor = self.socket.fileno()
-        if descriptor >= 0:
-            poller = select.poll()  # select() takes no descriptor from 1024 on
+    @property
+    def events(self) -> int:
+        """The events of `select.poll` that `wait` waits for."""
+        return select.POLLIN | (select.POLLOUT if self.unsent else 0)
+
+
+def wait_for_any(connections: Sequence[Connection], seconds: float) -> None:
+    """Wait at most `seconds` until an open connection has bytes, or can send unsent ones."""
+    _wait([(connection.socket, connection.events) for connection in connections], seconds)
+
+
+def _wait(sockets: Sequence[tuple[socket.socket, int]], seconds: float) -> None:
+    """Wait at most `seconds` for the events of any open socket."""
+    poller, num_open = select.poll(), 0  # select() takes no descriptor from 1024 on
+    for one, events in sockets:
+        if (descriptor := one.fileno()) >= 0:
             poller.register(descriptor, events)
-            poller.poll(1e3 * seconds)
+            num_open += 1
+    if num_open:
+        poller.poll(1e3 * seconds)

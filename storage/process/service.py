@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from hicache.storage.base import DiskPages, Leases, PageStore, StoreError, StoreStats
+from hicache.storage.memory import Scratch
+from hicache.storage.process.detached import DetachedRead
 from hicache.storage.process.health import Breaker, BreakerToken, Watchdog
 from hicache.storage.process.io_queue import IoQueue, Queued
 from hicache.storage.process.jobs import (
@@ -110,6 +112,8 @@ class StoreService:
         self.has_remote = False
         self._fill_lock = threading.Lock()
         self._fill_bytes = self._num_filled = self._num_unfilled = 0
+        self._detached = dict[int, DetachedRead]()  # reads without an answer, by id
+        self._scratch = Scratch()
         self._stats = StoreStats()
         self._stats_fail = False
         queue_jobs, limits, name = settings.queue_jobs, settings.limits, settings.name
@@ -125,6 +129,25 @@ class StoreService:
             self.writes.stop()
             self.reads.stop()
             raise
+
+    def ask(self, job: Question, reply: Callable[[Any], None]) -> None:
+        """Queue a question of a client."""
+        if not self._settings.detaches_reads or not isinstance(job, ReadJob):
+            self.reads.submit(job, reply)
+            return
+
+        def answer(done: ReadDone) -> None:
+            self._detached.pop(id(detached), None)
+            reply(done)
+
+        detached = DetachedRead.of(job, answer)
+        self._detached[id(detached)] = detached
+        self.reads.submit(detached, detached.reply)
+
+    def drop_cancelled(self) -> None:
+        """Answer detached reads that were cancelled."""
+        for detached in tuple(self._detached.values()):
+            detached.drop_if_cancelled()
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Count pages as used by a request, in the order of its prompt; any tier may have served them."""
@@ -187,6 +210,7 @@ class StoreService:
 
     def look(self) -> None:
         """Announce stalled threads. Never blocks."""
+        self.drop_cancelled()
         self.reads.look()
         self.writes.look()
         if self.copies is not None:
@@ -358,7 +382,12 @@ class StoreService:
 
     def _get(self, job: ReadJob, part: slice) -> list[bool]:
         until_s = time.monotonic() + job.deadline_s - self.clock()
-        return _one_each(self.store.get_into(job.keys[part], job.pages[part], deadline_s=until_s), job.keys[part])
+        keys, pages = job.keys[part], job.pages[part]
+        if not isinstance(job, DetachedRead):
+            return _one_each(self.store.get_into(keys, pages, deadline_s=until_s), keys)
+        page_bytes = pages[0].nbytes
+        own = list(self._scratch.take_page(len(pages) * page_bytes).reshape(len(pages), page_bytes))
+        return job.land(part, own, _one_each(self.store.get_into(keys, own, deadline_s=until_s), keys))
 
     def _change(self, jobs: list[_Change], token: BreakerToken) -> list[WriteDone]:
         answers: list[WriteDone] = []

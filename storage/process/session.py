@@ -75,7 +75,7 @@ class Session(Connection):
         self._service: StoreService | None = None
         self._cancels: dict[tuple[int, int], threading.Event] = {}
         self._outcomes: deque[tuple[Outcome, bool]] = deque()
-        self._noted_backup: tuple[float, ...] = ()
+        self._noted = dict[str, tuple[float, ...]]()
         self._waits_to_send = False
         self._num_jobs = 0  # number of jobs that were not answered yet
         self._ended = self._is_opening = False
@@ -89,8 +89,9 @@ class Session(Connection):
         return self._num_jobs > 0 or is_asking or (self._service is not None and self._has_changes(self._service))
 
     def _has_changes(self, service: StoreService) -> bool:
-        """Whether the numbers of the store may change, or the client has not got those of the copies yet."""
-        return service.is_busy or (service.copies is not None and service.numbers()["backup"] != self._noted_backup)
+        """Whether the numbers of the store may change, or the client has not got them yet. A thread may return, and a
+        copy may end, without an answer to the client."""
+        return service.is_busy or service.numbers() != self._noted
 
     def post(self, is_write: bool, done: Outcome) -> None:
         """Queue an outcome for the client; called by the thread that ran the job."""
@@ -238,6 +239,7 @@ class Session(Connection):
         elif kind is Kind.CANCEL:
             if (cancelled := self._cancels.get(body.cancel())) is not None:
                 cancelled.set()
+                service.drop_cancelled()
         elif kind is Kind.CLOSE:
             self._service = None
             self._aside("close", partial(self._attempt, partial(self._server.stores.release, service), self._closed))
@@ -246,9 +248,9 @@ class Session(Connection):
 
     def _submit(self, job: Job, service: StoreService) -> None:
         if isinstance(job, Question):
-            service.reads.submit(job, partial(self.post, False))
             if isinstance(job, ReadJob):
                 self._cancels[job.ticket, job.batch] = job.cancelled
+            service.ask(job, partial(self.post, False))
         else:
             service.writes.submit(job, partial(self.post, True))
         self._num_jobs += 1
@@ -342,9 +344,8 @@ class Session(Connection):
 
     def _note_status(self, service: StoreService) -> None:
         if self._status is not None and not self._ended:
-            numbers = service.numbers()
-            self._noted_backup = numbers["backup"]
-            self._status.write(service.stats(), service.failed_touches, numbers)
+            self._noted = service.numbers()
+            self._status.write(service.stats(), service.failed_touches, self._noted)
 
     def _send(self, data: bytes) -> None:
         if self._ended:

@@ -17,7 +17,9 @@ class ServiceSettings:
     """Settings of the threads of one store. `readers`: number of threads that read. `queue_jobs`: maximum number of
     queued reads, and of queued writes. `full_bytes`: bytes of queued writes that count as a full queue. `part_bytes`:
     bytes of pages in one call to the store; between calls a reader checks whether the job was cancelled; a larger page
-    is read alone. `yields_to_reads`: writes wait while reads are queued. `name`: the tier, in logs and thread names.
+    is read alone. `yields_to_reads`: writes wait while reads are queued. `detaches_reads`: pages are read to memory of
+    the store process first, so that a read that is cancelled or stalls is answered at once. `name`: the tier, in logs
+    and thread names.
     """
 
     readers: int = 4
@@ -25,6 +27,7 @@ class ServiceSettings:
     full_bytes: int = 1 << 40
     part_bytes: int = 8 << 20  # large enough to merge reads of neighbouring slots
     yields_to_reads: bool = False
+    detaches_reads: bool = False
     name: str = "disk"
     limits: Limits = LIMITS
 
@@ -35,8 +38,8 @@ class ServiceSettings:
         readers = 1 if url.strip().lower().startswith("mooncake://") else 4
         # A short backoff, so that a restarted server is soon used again.
         limits = Limits(io_timeout_s=2.0, max_reopen_backoff_s=30.0, close_s=2.0)
-        chosen = {"readers": readers, "part_bytes": 64 << 20, "yields_to_reads": True, "name": "remote"}
-        return cls(**{**chosen, "limits": limits, **more})
+        chosen = {"readers": readers, "part_bytes": 64 << 20, "yields_to_reads": True, "detaches_reads": True}
+        return cls(**{**chosen, "name": "remote", "limits": limits, **more})
 
     def __post_init__(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -44,8 +47,9 @@ class ServiceSettings:
         for name, count in {"readers": self.readers, **counts}.items():
             if not isinstance(count, int) or not 1 <= count <= (_MAX_READERS if name == "readers" else _MAX_COUNT):
                 raise ValueError(f"{name}={count!r}")
-        if not isinstance(self.name, str) or not isinstance(self.yields_to_reads, bool):
-            raise ValueError(f"name={self.name!r}, gives_way={self.yields_to_reads!r}")
+        switches = self.yields_to_reads, self.detaches_reads
+        if not isinstance(self.name, str) or not all(isinstance(switch, bool) for switch in switches):
+            raise ValueError(f"name={self.name!r}, yields_to_reads and detaches_reads={switches}")
 
 
 @dataclass(frozen=True)

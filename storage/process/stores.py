@@ -131,6 +131,8 @@ class OpenStores:
     ) -> StoreService:
         if self._given is not None:
             return StoreService(self._given, request.settings, owns_store=self._owns_given, clock=self._clock)
+        if remote.url:
+            opener_of(remote.url)  # a wrong scheme is an error now, not later in a thread
         removed: list[bytes] = []
         on_removed = removed.extend if request.reports_removed else None
         about: dict[str, Any] = {"identity": request.identity, "formats": request.formats, "cipher": cipher}
@@ -140,9 +142,7 @@ class OpenStores:
         except BaseException:
             store.close()
             raise
-        if remote.url:
-            opener_of(remote.url)  # a wrong scheme is an error now, not later in a thread
-            service.has_remote = True
+        service.has_remote = bool(remote.url)
         if remote.url and remote.backup != "none":
             asked = dataclasses.replace(request, settings=ServiceSettings.of_remote(remote.url))
             open_remote = partial(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -214,3 +215,36 @@ def test_a_closed_tier_refers_to_no_page_of_its_jobs(tmp_path: Path) -> None:
     assert disk.close()
     gc.collect()
     assert not any(page() is not None for page in alive)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "stalled"])
+def test_a_detached_read_that_hangs_is_answered(tmp_path: Path, ends: str) -> None:
+    """A read in the thread and one behind it are answered at once when they are cancelled or stall. Pages that the
+    thread reads later do not reach the client's memory, which may have another use then. Later reads get pages."""
+    clock = Clock()
+    keys, data = pages(1, 2)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, detaches_reads=True)
+    gate = store.trouble = Gate("get_into")
+    cancelled, targets = threading.Event(), [blank(2) for _ in range(3)]
+    for n in range(2):
+        assert disk.reads.submit(ReadJob(n, 0, keys, targets[n], cancelled))
+    eventually(lambda: gate.held == 1)
+    if ends == "cancelled":
+        cancelled.set()
+        disk.reads.notify_cancelled()
+    else:
+        clock.now_s += 11
+    answers = wait_for_reads(disk, 2)
+    assert sorted(done.ticket for done in answers) == [0, 1]
+    assert all(isinstance(done, ReadDone) and not any(done.ok) for done in answers)
+    gate.open()
+
+    def is_read() -> bool:
+        clock.now_s += 11  # the breaker that a stall has opened tries again
+        disk.reads.submit(ReadJob(2, 0, keys, targets[2], threading.Event()))
+        return wait_for_reads(disk, 1)[0].ok == (True, True)
+
+    eventually(is_read)
+    assert not any(page.any() for target in targets[:2] for page in target)
+    assert all(np.array_equal(page, content) for page, content in zip(targets[2], data, strict=True))
+    assert disk.close()

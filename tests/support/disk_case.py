@@ -135,15 +135,16 @@ def started_tier(
     readers: int = 1,
     queue_jobs: int = 64,
     full_bytes: int = 1 << 40,
+    detaches_reads: bool = False,
+    name: str = "disk",
 ) -> tuple[StoreTier, TroubledStore]:
     """A tier over a troubled store of 4 KiB pages, which has some; the store is the tier's to close."""
     inner = LmdbPageStore(path, identity={"model": "toy"}, formats=[PageFormat(PAGE_BYTES)], budget_bytes=8 << 20)
     assert all(inner.put(list(zip(keys, data, strict=True))))
     store = TroubledStore(inner)
     limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6)
-    settings = ServiceSettings(
-        readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, part_bytes=2 * PAGE_BYTES, limits=limits
-    )
+    sizes = {"queue_jobs": queue_jobs, "full_bytes": full_bytes, "part_bytes": 2 * PAGE_BYTES}
+    settings = ServiceSettings(readers=readers, detaches_reads=detaches_reads, name=name, limits=limits, **sizes)
     return given_tier(store, settings, clock=clock, owns_store=True), store
 
 

@@ -1,0 +1,60 @@
+"""Reads that are answered before their thread returns, if they are cancelled or stall.
+
+The thread reads pages to memory of the store process, and copies them to the client's pages if the client still waits.
+A server that hangs therefore blocks no memory of a client.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hicache.storage.process.jobs import PageBytes, ReadDone, ReadJob, Stalled
+
+
+@dataclass(frozen=True)
+class DetachedRead(ReadJob):
+    """A read of a client. `answer`: sends the client its answer. Any thread.
+
+    Invariant: the client gets one answer, and no thread accesses its pages after that.
+    """
+
+    answer: Callable[[ReadDone], None] = field(default=lambda done: None, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _is_answered: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, job: ReadJob, answer: Callable[[ReadDone], None]) -> DetachedRead:
+        what = job.ticket, job.batch, job.keys, job.pages, job.cancelled
+        return cls(*what, deadline_s=job.deadline_s, queue_class=job.queue_class, answer=answer)
+
+    @property
+    def is_answered(self) -> bool:
+        return self._is_answered.is_set()
+
+    def reply(self, outcome: ReadDone | Stalled) -> None:
+        """Send the first outcome to the client; drop later ones. A read that stalls is answered as failed."""
+        with self._lock:
+            if self.is_answered:
+                return
+            self._is_answered.set()
+        if isinstance(outcome, Stalled):
+            outcome = ReadDone(self.ticket, self.batch, (False,) * len(self.keys))
+        self.answer(outcome)
+
+    def drop_if_cancelled(self) -> None:
+        """Answer the read as failed if the client has cancelled it."""
+        if self.cancelled.is_set():
+            self.reply(Stalled(self.ticket, self.batch))
+
+    def land(self, part: slice, pages: Sequence[PageBytes], ok: Sequence[bool]) -> list[bool]:
+        """Copy the pages that are `ok` to the client's pages `part`. Returns which pages the client has now."""
+        with self._lock:
+            landed = [has_page and not self.is_answered for has_page in ok]
+            for target, page, has_landed in zip(self.pages[part], pages, landed, strict=True):
+                if has_landed:
+                    np.copyto(target, page)
+        return landed
