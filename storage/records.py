@@ -25,7 +25,9 @@ from hicache.storage.slot_file import BLOCK_BYTES
 
 FORMAT = 1
 KEY_ID_FIELD = "cipher_key"
-NAME_FIELD = "model_name"  # for operators; stores whose identities differ only in this field are equal
+NAME_FIELD = "model_name"
+# For operators: who wrote the pages. Stores whose identities differ only in these fields are equal.
+RECORDED_FIELDS = {NAME_FIELD, "release", "device"}
 MAX_FORMATS = 16
 
 
@@ -35,8 +37,8 @@ def identity_with_key(identity: Mapping[str, str | int], cipher: PageCipher | No
 
 
 def decisive(identity: Mapping[str, str | int]) -> dict[str, str | int]:
-    """Return the fields of an identity that determine the content of pages: all but the name of the model."""
-    return {name: value for name, value in identity.items() if name != NAME_FIELD}
+    """Return the fields of an identity that determine the content of pages: all but `RECORDED_FIELDS`."""
+    return {name: value for name, value in identity.items() if name not in RECORDED_FIELDS}
 
 
 def namespace_digest(identity: Mapping[str, str | int]) -> bytes:

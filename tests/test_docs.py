@@ -20,6 +20,7 @@ from hicache.bench import command as bench_command
 from hicache.bench.common import read_report
 from hicache.config import SECTIONS
 from hicache.config.settings import settings_of
+from hicache.config.stores import SharedStoreConfig
 from hicache.integrations.server_store import ServerStoreConfig, server_store_config
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings, offloading_settings
 
@@ -228,7 +229,7 @@ def test_the_settings_page_has_every_declaration(tables: ModuleType) -> None:
     it has no default."""
     page = (ROOT / "docs/settings.md").read_text()
     assert re.findall(r"<!-- table: settings (\w+) -->", page) == list(tables._SETTINGS)
-    classes = {*SECTIONS.values(), ServerStoreConfig, OffloadingSettings}
+    classes = {*SECTIONS.values(), ServerStoreConfig, SharedStoreConfig, OffloadingSettings}
     assert {*tables._SETTINGS.values()} == classes
     for cls in classes:
         rows = dict(re.findall(r"\| `(?:\w+\.)?(\w+)` (.*)", tables._settings_table(cls.__name__)))

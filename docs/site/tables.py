@@ -30,6 +30,7 @@ from hicache import DiskConfig, EngineConfig, RemoteConfig, build_engine
 from hicache.config import SECTIONS
 from hicache.config.environment import VARIABLES
 from hicache.config.settings import Choice, Integer, Number, Setting, Size, settings_of
+from hicache.config.stores import SharedStoreConfig
 from hicache.console import sized
 from hicache.integrations.server_store import ServerStoreConfig
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings
@@ -39,7 +40,8 @@ from hicache.serving.server.flags import add_flags
 ROOT = Path(__file__).resolve().parent.parent.parent
 _MAX_SHOWN = 10_000  # larger maxima depend on the machine, and are omitted
 
-_SETTINGS: dict[str, type] = {cls.__name__: cls for cls in (*SECTIONS.values(), ServerStoreConfig, OffloadingSettings)}
+_OF_SERVERS = (ServerStoreConfig, SharedStoreConfig, OffloadingSettings)
+_SETTINGS: dict[str, type] = {cls.__name__: cls for cls in (*SECTIONS.values(), *_OF_SERVERS)}
 _WITH_FLAGS = (EngineConfig, DiskConfig, RemoteConfig)
 _PREFIXES = {cls.__name__: f"{section}." for section, cls in SECTIONS.items() if section}
 

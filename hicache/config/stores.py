@@ -145,7 +145,7 @@ class SharedStoreConfig:
     def __post_init__(self) -> None:
         settle(self, "remote ")
         if not self.url:
-            raise ConfigError("remote url is empty; give the store, like mooncake://host:50051")
+            raise ConfigError("remote url is empty; give the store, like dir:///mnt/shared/kv")
 
     def __repr__(self) -> str:
         return f"SharedStoreConfig(url={short_repr(self.url.split('://')[0])}, backup={self.backup!r})"

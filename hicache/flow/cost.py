@@ -35,6 +35,7 @@ _MIN_SPREAD = 0.01
 # Slower than any GPU that serves long contexts. While the speed is unknown, requests therefore wait for reads.
 _ASSUMED_TOKENS_PER_S = 1000.0
 _GAUGED_TOKENS = 8192
+_COSTLY_S = 1.0
 _FAMILY = "movement_bytes_per_second"
 
 
@@ -207,6 +208,11 @@ class CostModel:
         if self._tokens_per_s != "auto":
             return (end - start) / self._tokens_per_s if self._tokens_per_s else math.inf
         return self.prefill.seconds(start, end) if self.prefill.is_known else None
+
+    def is_costly(self, num_tokens: int) -> bool:
+        """Whether a prompt of `num_tokens` is known to take more than a second to compute. Then its pages are worth a
+        copy on other machines before they are used again."""
+        return (self.prefill_s(0, num_tokens) or 0.0) > _COSTLY_S
 
     def longest_wait_s(self, start: int, end: int) -> float:
         """Return the longest wait for positions [start, end): the time of computing them, at an assumed low speed if

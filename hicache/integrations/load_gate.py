@@ -1,4 +1,4 @@
-"""Common parts of the gates that decide on loads from the disk under vLLM and SGLang: their counters, and a measured
+"""Common parts of the gates that decide on loads from the stores under vLLM and SGLang: their counters, and a measured
 prefill speed that is kept across restarts of the server."""
 
 from __future__ import annotations

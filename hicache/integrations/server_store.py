@@ -1,63 +1,94 @@
 """The page store of one server, next to the stores of other servers in one directory.
 
-    path/vllm-0.32-4f0c…/    one identity: server, model, dtype, layout, …, sizes of pages, encryption key
-    path/sglang-0.5.23-…/    another one
+    path/vllm-4f0c…/      one identity: server, weights, dtype, layout, …, sizes of pages, encryption key
+    path/sglang-72b1…/    another one
 
 Servers of different identities can use the same path: each sees only the pages of its own store. One process reads and
 writes a store. Either the server starts this process, which then outlives the server until all pages are written; or an
 operator starts it, and it serves the stores of one directory to all servers of the machine. If the store of its
-identity is unavailable, a server continues without it and retries.
+identity is unavailable, a server continues without it and retries. The same process reads and writes the remote store.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from hicache.config import Auto, DiskConfig
 from hicache.config.secret import key_of
-from hicache.config.settings import SOCKET, FilePath, Integer, Number, Size, Text, as_mapping, from_mapping, settle
-from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
+from hicache.config.settings import (
+    SOCKET,
+    Choice,
+    FilePath,
+    Integer,
+    Number,
+    Size,
+    Text,
+    Url,
+    as_mapping,
+    from_mapping,
+    settle,
+    short_repr,
+)
+from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability, SharedStoreConfig
 from hicache.errors import ConfigError
 from hicache.storage import PageCipher, PageFormat
-from hicache.storage.base import is_lasting, opening_error
-from hicache.storage.process.settings import ServiceSettings
-from hicache.storage.process.stores import StoreRequest
+from hicache.storage.base import StoreError, is_lasting, opening_error
+from hicache.storage.process.settings import RemoteSettings, ServiceSettings
+from hicache.storage.process.stores import NO_REMOTE, StoreRequest
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import is_store_name, store_name
-from hicache.stores.tier import StoreTier, open_tier
+from hicache.storage.urls import disk_of, opener_of
+from hicache.stores.side_by_side import Stores
+from hicache.stores.tier import StoreTier, open_remote, open_tier
+from hicache.tiers import DISK, REMOTE, Store
 
-_SERVER = re.compile(r"[a-z]+ [0-9.]+|[a-z]+ [0-9]\S* untested")
+Devices: TypeAlias = Literal["same", "any"]
+
+_SERVER = re.compile(r"[a-z]+( [0-9]\S* untested)?")
+_URL = Url("")
 _IGNORED = {"lost+found"}
+_CLOSE_S = 2.0
+_REMOTE = "mooncake://host:50051, s3://bucket/prefix or dir:///mnt/shared/kv"
+_STORES = 'a directory of a local disk, like /var/lib/hicache, or a remote store, like {"url": "dir:///mnt/shared/kv"}'
 _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each of them path=unix:SOCKET"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStoreConfig:
-    """Settings of a server's disk store, and of the prefill speed that loads are compared with.
+    """Settings of a server's disk store and remote store, and of the prefill speed that loads are compared with.
 
     `path`: a directory with one store for each model, dtype and layout; `budget` limits all of them together. If `path`
     is the socket of a process that serves a directory, that process's own `budget`, `durability` and `level` apply.
+    `remote`: the store that servers of several machines share, as in docs/remote.md.
     """
 
     path: Annotated[
         str,
         FilePath(
-            "directory of the stores, or unix:/path/of/socket of a process that serves one",
-            may_be_empty=False,
+            "directory of the stores, or unix:/path/of/socket of a process that serves one; required without `remote`",
             may_be_socket=True,
         ),
-    ]
+    ] = ""
     budget: Annotated[int, Size("maximum size of the stores' files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
-    salt: Annotated[str, Text("isolates servers that share a path: pages of another salt are never served")] = ""
+    salt: Annotated[str, Text("isolates servers that share a store: pages of another salt are never served")] = ""
+    devices: Annotated[
+        Devices,
+        Choice(
+            "same: servers on another kind of GPU have other pages; any: all kinds share pages, though they round "
+            "differently",
+            get_args(Devices),
+        ),
+    ] = "same"
     readers: Annotated[int, Integer("threads that read from the disk", 1, 256, unit="threads")] = 4
     prefill_tokens_per_s: Annotated[
         float | Auto,
@@ -67,25 +98,62 @@ class ServerStoreConfig:
             computed_from="prompts that are timed while serving",
         ),
     ] = "auto"
+    remote: SharedStoreConfig | None = None
 
     def __post_init__(self) -> None:
         settle(self)
+        if not self.path and self.remote is None:
+            raise ConfigError(f"missing setting path; give {_STORES}")
 
     @property
     def is_served(self) -> bool:
         """Whether an operator's process serves the stores."""
         return self.path.startswith(SOCKET)
 
+    def stores(self, *, is_costly: bool) -> bool:
+        """Whether the server writes pages that were computed. Without a disk they are written to the remote store at
+        once, so of the used pages only those of costly prompts are known."""
+        backup = "all" if self.path or self.remote is None else self.remote.backup
+        return backup == "all" or (backup == "used" and is_costly)
+
 
 def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConfig:
     """Check the settings in `given`. A `ConfigError` names `where` they were given, the wrong setting and the known
     ones."""
-    config: ServerStoreConfig = from_mapping(ServerStoreConfig, as_mapping(given, where), where)
+    settings = dict(as_mapping(given, where))
+    if settings.get("remote") is not None:
+        settings["remote"] = remote_config(settings["remote"], where)
+    if not settings.get("path") and settings.get("remote") is None:
+        raise ConfigError(f"{where}: missing setting path; give {_STORES}")
+    config: ServerStoreConfig = from_mapping(ServerStoreConfig, settings, where)
+    return config
+
+
+def remote_config(given: object, where: str) -> SharedStoreConfig:
+    """Check the settings of a remote store. `ConfigError` names the setting, its value and a value that works."""
+    if isinstance(given, str):
+        raise ConfigError(f'{where}: remote={short_repr(given)} is not a mapping; give {{"url": {json.dumps(given)}}}')
+    config: SharedStoreConfig = from_mapping(
+        SharedStoreConfig, as_mapping(given, f"{where}: remote"), f"{where}: remote"
+    )
+    try:
+        opener_of(config.url)
+        is_disk = disk_of(config.url) is not None
+    except StoreError as error:
+        raise ConfigError(f"{where}: remote url={_shown(config.url)}: {error}; give {_REMOTE}") from error
+    if is_disk:
+        raise ConfigError(
+            f"{where}: remote url={_shown(config.url)} is a disk of this machine; set path to it, and give as remote "
+            f"{_REMOTE}"
+        )
     return config
 
 
 class ServerStore:
-    """The store of one identity under `config.path`. `tier`: its client. `path`: its directory, or the socket."""
+    """The stores of one identity: on the disk under `config.path`, and the remote one.
+
+    `stores`: their clients. `path`: the directory of the disk store, its socket, or the URL of the remote store.
+    """
 
     @classmethod
     def open(
@@ -98,17 +166,34 @@ class ServerStore:
         full_bytes: int = 1 << 30,
         reports_removed: bool = False,
     ) -> ServerStore:
-        """Open the store, or create it.
+        """Open the stores, or create them.
 
-        `identity`: every field that decides the meaning of a page's bytes, and "server", the name and release of the
-        server, like "vllm 0.32". `queue_jobs`, `full_bytes`: see `ServiceSettings`. `reports_removed`: see
-        `StoreRequest`. Raises `ConfigError` for an unusable path or key, and `StoreError` if the store refuses, for
-        example because the budget is too small for these pages.
+        `identity`: every field that decides the meaning of a page's bytes; "server", the name of the server, like
+        "vllm"; "weights", the digest of the model's weights, "" if they cannot be read; and `RECORDED_FIELDS`.
+        `queue_jobs`, `full_bytes`: see `ServiceSettings`. `reports_removed`: see `StoreRequest`.
+
+        Raises `ConfigError` for an unusable path or key, and for a remote store without a digest of the weights and
+        without a salt. Raises `StoreError` if a store refuses, for example because the budget is too small.
         """
         cipher = require_usable(config)
         identity = identity_with_key(identity, cipher)
         if _SERVER.fullmatch(str(identity["server"])) is None:
-            raise ConfigError(f"server={identity['server']!r} is not a name and a release, like 'vllm 0.32'")
+            raise ConfigError(f"server={identity['server']!r} is not the name of a server, like 'vllm'")
+        if config.remote is not None and not identity.get("weights") and not config.salt:
+            raise ConfigError(
+                "salt is empty, and the files of the model are not on this machine: with a remote store, pages of "
+                "other weights could be served; set salt to a name of these weights, like 'llama-3.1-8b at 0e9e39f'"
+            )
+        key = key_of(DiskConfig(path=config.path or "/", key_file=config.key_file))
+        remote = NO_REMOTE if config.remote is None else RemoteSettings(config.remote.url, config.remote.backup)
+        sizes: dict[str, Any] = {"queue_jobs": queue_jobs, "full_bytes": full_bytes}
+
+        def of_remote(url: str) -> StoreRequest:
+            settings = ServiceSettings.of_remote(remote.url, **sizes)
+            return StoreRequest(url, identity, formats, key, settings=settings, remote=remote)
+
+        if not config.path:
+            return cls(remote.url.partition("?")[0], {REMOTE: open_tier(of_remote(remote.url))}, config.salt)
         disk = DiskConfig(
             path=config.path,
             budget_bytes=config.budget,
@@ -116,20 +201,21 @@ class ServerStore:
             level=config.level,
             key_file=config.key_file,
         )
-        request = StoreRequest(
-            disk.url,
-            identity,
-            formats,
-            key_of(disk),
-            reports_removed=reports_removed,
-            settings=ServiceSettings(readers=config.readers, queue_jobs=queue_jobs, full_bytes=full_bytes),
-        )
+        settings = ServiceSettings(readers=config.readers, **sizes)
+        request = StoreRequest(disk.url, identity, formats, key, reports_removed, settings, remote)
         name = "" if config.is_served else store_name(identity, [format.page_bytes for format in formats])
-        return cls(os.path.join(config.path, name), open_tier(request), config.salt)
+        tiers = {DISK: open_tier(request)}
+        if config.remote is not None or tiers[DISK].has_remote:
+            try:
+                tiers[REMOTE] = open_remote(tiers[DISK], of_remote(disk.url), clock=tiers[DISK].clock)
+            except BaseException:
+                tiers[DISK].abandon(_CLOSE_S)
+                raise
+        return cls(os.path.join(config.path, name), tiers, config.salt)
 
-    def __init__(self, path: str, tier: StoreTier, salt: str) -> None:
+    def __init__(self, path: str, tiers: Mapping[Store, StoreTier], salt: str) -> None:
         self.path = path
-        self.tier = tier
+        self.stores = Stores(tiers)
         self._salt = hashlib.sha256(b"hicache salt\0" + salt.encode()).digest()
 
     def keys(self, names: Sequence[bytes]) -> list[bytes]:
@@ -137,18 +223,24 @@ class ServerStore:
         return [hashlib.sha256(self._salt + name).digest() for name in names]
 
 
+def server_fields(name: str, release: str) -> dict[str, str | int]:
+    """The fields of an identity that name the server. Tested releases share pages, because tests compare their tokens.
+    A release that was not tested has pages of its own."""
+    return {"server": f"{name} {release}"} if release.endswith(" untested") else {"server": name, "release": release}
+
+
 def require_usable(config: ServerStoreConfig) -> PageCipher | None:
     """Return the cipher of `config`; None: no encryption. Raises `ConfigError` for an unreadable key, and unless
     `config.path` is a socket or a directory that contains only stores, or can be created."""
-    key = key_of(DiskConfig(path=config.path, key_file=config.key_file))
-    if not config.is_served:
+    key = key_of(DiskConfig(path=config.path or "/", key_file=config.key_file))
+    if config.path and not config.is_served:
         _require_directory(Path(config.path))
     return PageCipher(key) if key else None
 
 
 def require_shared(config: ServerStoreConfig) -> None:
     """Raise `ConfigError` if other processes cannot read the pages that one process stores."""
-    if not config.is_served:
+    if config.path and not config.is_served:
         raise ConfigError(f"path={config.path} is read by one process alone, and several hold the same pages: {_SERVE}")
 
 
@@ -165,3 +257,8 @@ def _require_directory(root: Path) -> None:
         raise ConfigError(f"path={root} holds files of something else ({', '.join(sorted(others)[:3])}); {remedy}")
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"path={root} cannot be written; change its permissions, or {remedy}")
+
+
+def _shown(url: str) -> str:
+    """The URL for a message, without a password."""
+    return short_repr(_URL.shown(url))

@@ -1,4 +1,4 @@
-"""A blocking client of a store tier, for servers whose memory a store process cannot share. Pages pass through shared
+"""A blocking client of stores, for servers whose memory a store process cannot share. Pages pass through shared
 staging pages.
 
     write   the caller copies into staging pages | the process reads these | they are free again
@@ -35,7 +35,8 @@ from hicache.storage.process.jobs import (
     WriteJob,
 )
 from hicache.storage.process.shared_memory import new_memory
-from hicache.stores.tier import StoreTier
+from hicache.stores.side_by_side import Stores
+from hicache.tiers import Store
 
 _LOOK_S = 0.25  # time between two checks while the process sends nothing
 _JOB_BYTES = 8 << 20  # maximum bytes of one job, which has at least one page
@@ -48,12 +49,12 @@ T = TypeVar("T")
 
 
 class StagingPages:
-    """`num_pages` staging pages of up to `page_bytes` each, in memory shared with the process of `tier`. Pages that
+    """`num_pages` staging pages of up to `page_bytes` each, in memory shared with the processes of `stores`. Pages that
     were never used take no memory. For one thread at a time."""
 
-    def __init__(self, tier: StoreTier, num_pages: int, page_bytes: int) -> None:
+    def __init__(self, stores: Stores, num_pages: int, page_bytes: int) -> None:
         self._descriptor, memory = new_memory("hicache-staging", num_pages * page_bytes)
-        tier.share(self._descriptor, memory)
+        stores.share(self._descriptor, memory)
         self.num_pages = num_pages
         self._free = list(memory.reshape(num_pages, page_bytes))
 
@@ -98,22 +99,22 @@ class _StagedJob:
 
 
 class WaitingTier:
-    """Blocking calls on a tier, from any thread. A second reader waits for the first, and a second writer too.
+    """Blocking calls on `stores`, from any thread. A second reader waits for the first, and a second writer too.
 
-    If the medium does not answer within the tier's I/O timeout, the rest of a call counts as missing or not stored, and
-    so does each call until the tier's breaker closes. `page_bytes`: of the largest pages.
+    If a medium does not answer within the I/O timeout of its tier, the rest of a call counts as missing or not stored,
+    and so does each call until its breaker closes. `page_bytes`: of the largest pages.
 
     A job is begun, submitted, answered and released, in this order, each step under the lock. If a job is released
     before it is answered, its staging pages become free when the answer arrives, because the store may use them until
     then.
     """
 
-    def __init__(self, tier: StoreTier, page_bytes: int) -> None:
-        self.tier = tier
-        num_reads = max(tier.num_readers, 2 * tier.num_readers * _JOB_BYTES // page_bytes)
+    def __init__(self, stores: Stores, page_bytes: int) -> None:
+        self.stores, self.tier = stores, stores.tier
+        num_reads = max(stores.num_readers, 2 * stores.num_readers * _JOB_BYTES // page_bytes)
         num_writes = max(2, _WRITE_BYTES // page_bytes)
-        self._for_reads = StagingPages(tier, min(_MAX_PAGES, num_reads), page_bytes)
-        self._for_writes = StagingPages(tier, min(_MAX_PAGES, num_writes), page_bytes)
+        self._for_reads = StagingPages(stores, min(_MAX_PAGES, num_reads), page_bytes)
+        self._for_writes = StagingPages(stores, min(_MAX_PAGES, num_writes), page_bytes)
         self._tickets = itertools.count()
         self._in_flight: dict[int, _StagedJob] = {}
         self._changed = threading.Condition()
@@ -121,8 +122,13 @@ class WaitingTier:
         self._reading = threading.Lock()
         self._writing = threading.Lock()
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._wait(self._do(self._submit_find, keys)) if keys else []
+    def find(self, keys: Sequence[bytes], answer_s: float = math.inf) -> list[bool]:
+        """Which pages a store has. The remote store has `answer_s` for its answer."""
+        return self._wait(self._do(self._submit_find, keys, answer_s)) if keys else []
+
+    def stores_of(self, keys: Sequence[bytes]) -> list[Store]:
+        """The store from which each page is read, by the last `find`."""
+        return self._do(lambda: [self.stores.store_of(key) for key in keys])
 
     def read(
         self,
@@ -137,13 +143,15 @@ class WaitingTier:
         `wait_s`: maximum wait for the next page, after which the page counts as missing.
         """
         staging, cancelled = self._for_reads, threading.Event()
-        share = -(-len(keys) // (2 * self.tier.num_readers))  # divides even a few pages among all readers
+        share = -(-len(keys) // (2 * self.stores.num_readers))  # divides even a few pages among all readers
         job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
         in_flight, num_read, num_requested = deque[_StagedJob](), 0, 0
         with self._reading:
             try:
                 while num_read < len(keys):
-                    while part := keys[num_requested : num_requested + job_pages]:
+                    while num_requested < len(keys):
+                        end = self._do(self.stores.end_of_part, keys, num_requested, job_pages)
+                        part = keys[num_requested:end]
                         job = self._do(self._begin, staging, len(part), page_bytes)
                         if job is None:
                             break
@@ -166,9 +174,17 @@ class WaitingTier:
         self.used(keys[:num_read])
         return num_read
 
-    def write(self, keys: Sequence[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        page_bytes: int,
+        fill: Callable[[int, PageBuffer], None],
+        *,
+        is_costly: bool = False,
+    ) -> list[bool]:
         """Write pages of `page_bytes`. Returns for each key whether its page is stored; no page is written after one
-        that was not stored. `fill(i, page)` writes page i into `page`, in order; an exception in it ends the call."""
+        that was not stored. `fill(i, page)` writes page i into `page`, in order; an exception in it ends the call.
+        `is_costly`: see `WriteJob`."""
         staging, writes = self._for_writes, self.tier.writes
         job_pages = max(1, min(_JOB_BYTES // page_bytes, staging.num_pages // 2))
         in_flight, stored, num_filled = deque[_StagedJob](), list[bool](), 0
@@ -182,7 +198,7 @@ class WaitingTier:
                         in_flight.append(job)
                         for i, page in enumerate(job.pages, num_filled):
                             fill(i, page)
-                        self._do(self._submit_write, job, part)
+                        self._do(self._submit_write, job, part, is_costly)
                         num_filled += len(part)
                     elif in_flight:
                         stored += self._wait(in_flight[0])
@@ -191,7 +207,6 @@ class WaitingTier:
                         break
             finally:
                 self._release_all(in_flight)
-        self.used([key for key, ok in zip(keys, stored, strict=False) if ok])
         return stored + [False] * (len(keys) - len(stored))
 
     @property
@@ -206,7 +221,7 @@ class WaitingTier:
         return self._wait(self._do(self._submit_remove, None)) == [True]
 
     def used(self, keys: Sequence[bytes]) -> None:
-        self._do(self.tier.used, keys)
+        self._do(self.stores.used, keys)
 
     def close(self) -> bool:
         return self._do(self._close)
@@ -231,7 +246,7 @@ class WaitingTier:
                     return job.ok
                 self._is_watched = True
             try:
-                self.tier.wait(min(_LOOK_S, left_s))
+                self.stores.wait(min(_LOOK_S, left_s))
             finally:
                 with self._changed:
                     self._is_watched = False
@@ -249,16 +264,16 @@ class WaitingTier:
         taken = staging.take(num_pages)
         return None if taken is None else _StagedJob(staging, taken, page_bytes)
 
-    def _submit_find(self, keys: Sequence[bytes]) -> _StagedJob:
+    def _submit_find(self, keys: Sequence[bytes], answer_s: float) -> _StagedJob:
         job = FindJob(next(self._tickets), (), others=tuple(keys))
-        return self._submit(_StagedJob(None, []), self.tier.reads.submit, job, len(keys))
+        return self._submit(_StagedJob(None, []), lambda job: self.stores.find(job, answer_s), job, len(keys))
 
     def _submit_read(self, staged: _StagedJob, keys: Sequence[bytes], cancelled: threading.Event) -> None:
         job = ReadJob(next(self._tickets), 0, tuple(keys), staged.pages, cancelled)
-        self._submit(staged, self.tier.reads.submit, job, len(keys))
+        self._submit(staged, self.stores.read, job, len(keys))
 
-    def _submit_write(self, staged: _StagedJob, keys: Sequence[bytes]) -> None:
-        job = WriteJob(next(self._tickets), tuple(keys), staged.pages)
+    def _submit_write(self, staged: _StagedJob, keys: Sequence[bytes], is_costly: bool) -> None:
+        job = WriteJob(next(self._tickets), tuple(keys), staged.pages, is_costly=is_costly)
         self._submit(staged, self.tier.writes.submit, job, len(keys))
 
     def _submit_remove(self, keys: Sequence[bytes] | None) -> _StagedJob:
@@ -275,7 +290,7 @@ class WaitingTier:
 
     def _poll(self) -> None:
         """Process the received answers of the tier. Never blocks."""
-        for outcome in (*self.tier.reads.poll(), *self.tier.writes.poll()):
+        for outcome in (*(done for _, done in self.stores.poll()), *self.tier.writes.poll()):
             self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
@@ -303,7 +318,7 @@ class WaitingTier:
             job.staging.give_back(job.taken)
 
     def _close(self) -> bool:
-        closed = self.tier.close()
+        closed = self.stores.close()
         if closed:
             self._for_reads.close()
             self._for_writes.close()

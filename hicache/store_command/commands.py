@@ -40,7 +40,14 @@ from hicache.storage.store_folder import last_use_s, remove_store
 from hicache.store_command.reporting import LogCapture, Steps
 
 _DAY_S = 86400
-_SUMMARY_FIELDS = (NAME_FIELD, "server", "model", "dtype", "layout")  # identity fields that the summary shows
+_SUMMARY_FIELDS = (
+    NAME_FIELD,
+    "server",
+    "release",
+    "model",
+    "dtype",
+    "layout",
+)  # identity fields that the summary shows
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,15 @@ from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageFormat, open_existing, store_folders
 
 PAGE_BYTES = 4096
-VLLM = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
-SGLANG = {"server": "sglang 0.5.23", "model": "n", "dtype": "float16", "layout": "page_first", "page_tokens": 64}
+VLLM = {"server": "vllm", "release": "0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
+SGLANG = {
+    "server": "sglang",
+    "release": "0.5.23",
+    "model": "n",
+    "dtype": "float16",
+    "layout": "page_first",
+    "page_tokens": 64,
+}
 
 
 @pytest.fixture(name="path")
@@ -26,7 +33,7 @@ def of_two_servers(tmp_path: Path) -> Path:
             ServerStoreConfig(path=str(tmp_path / "pages"), budget=32 << 20), identity, [PageFormat(PAGE_BYTES)]
         )
         keys = server.keys([bytes([n]) for n in range(num_pages)])
-        tier = WaitingTier(server.tier, PAGE_BYTES)
+        tier = WaitingTier(server.stores, PAGE_BYTES)
         assert all(tier.write(keys, PAGE_BYTES, lambda _, page: page.fill(7))) and tier.close()
     return tmp_path / "pages"
 
@@ -34,13 +41,13 @@ def of_two_servers(tmp_path: Path) -> Path:
 def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with its server and sizes, as `stat` of the store itself says them; people get the same rows."""
     listed = stats(capsys, "store", "stat", path)["stores"]
-    assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("sglang 0.5.23", 5), ("vllm 0.32", 3)]
+    assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("sglang", 5), ("vllm", 3)]
     assert listed == [stats(capsys, "store", "stat", folder) for folder in store_folders(path)]
     both = stats(capsys, "store", "stat", path)
     assert (both["entries"], both["file_bytes"]) == (8, sum(one["file_bytes"] for one in listed))
     rows = [line.split(maxsplit=1) for line in output(capsys, "store", "stat", path).splitlines() if line]
     assert [value for name, value in rows if name == "path"] == [str(folder) for folder in store_folders(path)]
-    assert [value for name, value in rows if name == "server"] == ["sglang 0.5.23", "vllm 0.32"]
+    assert [value for name, value in rows if name == "server"] == ["sglang", "vllm"]
     assert [value for name, value in rows if name == "entries"] == ["5", "3"]
     assert {value for name, value in rows if name == "budget"} == {"32.0 MiB (33554432 bytes)"}
 

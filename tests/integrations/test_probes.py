@@ -12,7 +12,7 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.integrations.probes import Call, Features, missing_features, wrong_overrides
-from hicache.integrations.server_store import ServerStore, ServerStoreConfig
+from hicache.integrations.server_store import ServerStore, ServerStoreConfig, server_fields
 from hicache.integrations.sglang.features import USED
 from hicache.integrations.versions import (
     release_name,
@@ -125,15 +125,16 @@ def test_a_tested_release_counts_with_its_patches() -> None:
 
 
 def test_untested_releases_have_stores_of_their_own(tmp_path: Path) -> None:
-    """Also two builds of one release, and the same release once it is tested."""
+    """Also two builds of one release, and the same release once it is tested. Tested releases share a store."""
     names = [release_name(version, ["0.32"]) for version in ("0.32.0", "0.31.0", "0.34.0", "0.34.0.dev3+g1a")]
     assert names[0] == "0.32"
     paths = set()
     for name in [*names, release_name("0.34.0", ["0.34"])]:
-        store = ServerStore.open(ServerStoreConfig(path=str(tmp_path)), {"server": f"vllm {name}"}, [PageFormat(4096)])
+        identity = server_fields("vllm", name)
+        store = ServerStore.open(ServerStoreConfig(path=str(tmp_path)), identity, [PageFormat(4096)])
         paths.add(store.path)
-        assert store.tier.close()
-    assert len(paths) == 5
+        assert store.stores.close()
+    assert len(paths) == 4
 
 
 def test_an_untested_release_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

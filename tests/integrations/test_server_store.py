@@ -21,7 +21,14 @@ from waiting import eventually
 
 PAGE_BYTES = 4096
 FORMATS = (PageFormat(PAGE_BYTES),)
-IDENTITY = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
+IDENTITY = {
+    "server": "vllm",
+    "release": "0.32",
+    "model": "m",
+    "dtype": "bfloat16",
+    "layout": "LBHNC",
+    "page_tokens": 16,
+}
 
 
 class Server:
@@ -33,7 +40,7 @@ class Server:
         settings = {name: changed.pop(name) for name in ("budget", "key_file") if name in changed}
         config = ServerStoreConfig(path=str(path), salt=salt, **settings)
         self.store = ServerStore.open(config, {**IDENTITY, **changed}, formats)
-        self.tier = WaitingTier(self.store.tier, PAGE_BYTES)
+        self.tier = WaitingTier(self.store.stores, PAGE_BYTES)
 
     def put(self, name: bytes) -> bool:
         def fill(_: int, page: PageBuffer) -> None:
@@ -92,7 +99,17 @@ def test_servers_of_one_socket_share_stores(tmp_path: Path) -> None:
         ({"path": "x", "bugdet": 1}, "the tier.*bugdet"),
         ({"path": "x", "budget": "much"}, "budget"),
         ({"path": "x", "readers": 0}, "readers"),
-        ({"path": "x", "remote": "s3://bucket"}, "the tier.*remote"),  # a disk alone
+        ({"path": "x", "remote": "s3://bucket"}, 'the tier: remote=.*give {"url": "s3://bucket"}'),
+        ({"path": "x", "remote": {}}, "the tier: remote: missing setting url"),
+        ({"path": "x", "remote": {"url": ""}}, "remote url is empty.*dir:///mnt/shared/kv"),
+        ({"path": "x", "remote": {"url": "s3://b", "backup": "some"}}, "remote backup='some'.*used, all, none"),
+        ({"path": "x", "remote": {"url": "s3://b", "keep": 1}}, "the tier: remote: unknown setting keep"),
+        (
+            {"path": "x", "remote": {"url": "nfs://me:secret@host"}},
+            "the tier: remote url='nfs://\\*.*scheme.*give.*s3:",
+        ),
+        ({"path": "x", "remote": {"url": "lmdb:///var"}}, "remote url='lmdb:///var'.*set path"),
+        ({"path": "x", "devices": "all"}, "devices='all': choose one of same, any"),
         ([], "the tier"),
     ],
 )
@@ -112,4 +129,4 @@ def test_a_path_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         Server(tmp_path / "new", budget=1 << 20, formats=(PageFormat(64 << 20),))
     with pytest.raises(ConfigError, match="server="):
-        Server(tmp_path / "new", server="someone")
+        Server(tmp_path / "new", server="someone 1.0")

@@ -12,6 +12,8 @@ from disk_case import Clock, Gate, TroubledStore, started_tier
 from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageBuffer
 from hicache.storage.process.health import LIMITS
+from hicache.stores.side_by_side import Stores
+from hicache.tiers import DISK
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 12
@@ -39,7 +41,7 @@ def clock() -> Clock:
 def store(tmp_path: Path, clock: Clock) -> Iterator[tuple[WaitingTier, TroubledStore]]:
     """A tier whose store holds a page of bytes n for each key, with few staging pages."""
     inner, troubled = started_tier(tmp_path, clock=clock, readers=2)
-    tier = WaitingTier(inner, PAGE_BYTES)
+    tier = WaitingTier(Stores({DISK: inner}), PAGE_BYTES)
     tier._for_reads.num_pages = 4
     del tier._for_reads._free[4:], tier._for_writes._free[4:]
     tier._for_writes.num_pages = 4

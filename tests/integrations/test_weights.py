@@ -148,14 +148,18 @@ def test_a_snapshot_of_the_hub_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_sglang_tells_its_model_by_weights_and_what_loads_them(model: Path) -> None:
-    """Changed weights, another revision, version or quantisation make another identity."""
+    """Changed weights, another version or quantisation make another identity; a revision only if its weights cannot be
+    read."""
     settings = {"revision": None, "download_dir": None, "weight_version": "default", "quantization": None}
     args = SimpleNamespace(model_path=str(model), **settings)
     found = [model_identity(args)]
-    for name in ("revision", "weight_version", "quantization"):
+    for name in ("weight_version", "quantization"):
         found.append(model_identity(SimpleNamespace(**{**vars(args), name: "other"})))
     (model / "a-1.safetensors").write_bytes(b"other")
     found.append(model_identity(args))
+    assert model_identity(SimpleNamespace(**{**vars(args), "revision": "other"})) == found[-1]
+    for revision in (None, "other"):
+        found.append(model_identity(SimpleNamespace(**{**vars(args), "model_path": "no/model", "revision": revision})))
     assert all(one not in found[:i] for i, one in enumerate(found))
 
 

@@ -19,15 +19,18 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import NoteStore, PrefillNote, ServerLoadPolicy
 from hicache.metrics import Metrics
-from hicache.tiers import DISK
+from hicache.stores.side_by_side import answer_limit_s
+from hicache.tiers import Store
 
 _MIN_TOKENS = 1024  # minimum tokens of a measurement; for fewer tokens, most of the time is overhead
 _FORGET_S = 30.0  # age in seconds at which a prompt is dropped, because SGLang does not report aborted requests
+_MAX_COSTLY_KEYS = 1 << 16
 _MIN_WAIT_S = 0.5  # minimum wait in seconds, longer than the pauses of a working disk
 
 
@@ -61,7 +64,7 @@ class LoadGate(ServerLoadPolicy):
     """Decides for each prompt that SGLang looks up whether its pages are loaded from the disk or computed. Any thread
     may call its methods. `tokens_per_s`: prefill speed in tokens per second; "auto": measured. `page_tokens`: tokens of
     a page. `clock`: returns the current time in seconds. `store`: stores the measured prefill speed for the next
-    start."""
+    start. `stores`: those that pages are read from."""
 
     def __init__(
         self,
@@ -70,13 +73,15 @@ class LoadGate(ServerLoadPolicy):
         metrics: Metrics,
         clock: Callable[[], float],
         store: NoteStore,
+        stores: Iterable[Store],
     ) -> None:
         # The parallel reads of one call are timed as one read.
-        super().__init__(CostModel(tokens_per_s, {DISK: 1}, metrics, clock), metrics)
+        super().__init__(CostModel(tokens_per_s, dict.fromkeys(stores, 1), metrics, clock), metrics)
         self._page_tokens = page_tokens
         self._clock = clock
         self._note = PrefillNote(self.cost.prefill, store)
         self._lock = threading.Lock()
+        self._costly: dict[str, None] = {}  # the last pages of prompts that take long to compute
         self._prompts: list[_Prompt] = []  # prompts that are not complete yet, in the order of their look-up
         # time at which computing the tokens of the next measurement began; inf: no prompt waits
         self._since_s = math.inf
@@ -84,8 +89,9 @@ class LoadGate(ServerLoadPolicy):
         self._pairs = 0.0  # sum of the positions of these tokens
         self._before: _Computed | None = None
 
-    def decide(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
-        """Return whether to load the pages of a prompt that the disk holds: the first `num_held` of `keys`."""
+    def decide(self, keys: Sequence[str], held: Sequence[Store], page_bytes: int) -> bool:
+        """Return whether to load the first `len(held)` pages of a prompt; `held`: the store of each."""
+        num_held = len(held)
         if not keys:
             return False
         with self._lock:
@@ -96,11 +102,15 @@ class LoadGate(ServerLoadPolicy):
                 for prompt in self._prompts
                 if prompt.last != keys[-1] and now_s - prompt.looked_up_s <= _FORGET_S
             ]
-            loads = num_held > 0 and self._is_worth_loading(others, num_held, page_bytes)
-            held = num_held if loads else 0
-            to_compute = {key: place for place, key in enumerate(keys[held:])}
-            prompt = _Prompt(keys[-1], now_s, {*keys[:held]}, to_compute, held * self._page_tokens)
+            loads = num_held > 0 and self._is_worth_loading(others, held, page_bytes)
+            num_loaded = num_held if loads else 0
+            to_compute = {key: place for place, key in enumerate(keys[num_loaded:])}
+            prompt = _Prompt(keys[-1], now_s, {*keys[:num_loaded]}, to_compute, num_loaded * self._page_tokens)
             self._prompts = [*others, prompt]
+            if self.cost.is_costly(len(keys) * self._page_tokens):
+                self._costly |= dict.fromkeys(keys)
+            for key in [*islice(self._costly, max(0, len(self._costly) - _MAX_COSTLY_KEYS))]:
+                del self._costly[key]
             self._settle()
         return loads
 
@@ -110,11 +120,24 @@ class LoadGate(ServerLoadPolicy):
         with self._lock:
             return max(_MIN_WAIT_S, self.cost.longest_wait_s(0, num_pages * self._page_tokens))
 
-    def read(self, keys: Sequence[str], num_read: int, page_bytes: int, seconds: float) -> None:
-        """Note that a call has read the first `num_read` pages of `keys` in `seconds`. If pages were missing, SGLang
-        reads no further pages of the prompt."""
+    def answer_s(self, num_pages: int) -> float:
+        """How long a prompt of `num_pages` waits for the remote store to look it up, in seconds."""
         with self._lock:
-            self.cost.observe_reads([(num_read * page_bytes, seconds)])
+            return answer_limit_s(self.cost.longest_wait_s(0, num_pages * self._page_tokens))
+
+    def are_costly(self, keys: Sequence[str]) -> bool:
+        """Whether these pages are of a prompt that takes long to compute, as far as its length and the speed are
+        known."""
+        with self._lock:
+            return keys[0] in self._costly or self.cost.is_costly(len(keys) * self._page_tokens)
+
+    def read(self, keys: Sequence[str], read: Sequence[Store], page_bytes: int, seconds: float) -> None:
+        """Note that a call has read the first `len(read)` pages of `keys` in `seconds`; `read`: the store of each. If
+        pages were missing, SGLang reads no further pages of the prompt."""
+        num_read = len(read)
+        with self._lock:
+            for store in {*read}:
+                self.cost.observe_reads([(read.count(store) * page_bytes, seconds)], store)
             for prompt in self._prompts:
                 if prompt.to_load & {*keys[:1]}:
                     prompt.to_load -= prompt.to_load if num_read < len(keys) else {*keys}
@@ -154,9 +177,12 @@ class LoadGate(ServerLoadPolicy):
                 prompt.num_done = max(prompt.num_done, end * self._page_tokens)
             self._settle()
 
-    def _is_worth_loading(self, others: Sequence[_Prompt], num_pages: int, page_bytes: int) -> bool:
-        queued = sum(len(prompt.to_load) for prompt in others)
-        load_s = self.cost.read_s((queued + num_pages) * page_bytes, 1)
+    def _is_worth_loading(self, others: Sequence[_Prompt], held: Sequence[Store], page_bytes: int) -> bool:
+        """The stores are read at once, so the slower one decides. Queued pages count for each store."""
+        queued, num_pages = sum(len(prompt.to_load) for prompt in others), len(held)
+        loads_s = [self.cost.read_s((queued + held.count(store)) * page_bytes, 1, store) for store in {*held}]
+        known_s = [load_s for load_s in loads_s if load_s is not None]
+        load_s = max(known_s) if len(known_s) == len(loads_s) else None
         num_delayed = sum(not prompt.to_load for prompt in others)
         return self.choose(self.compare(load_s, 0, num_pages * self._page_tokens, num_delayed))
 

@@ -6,7 +6,10 @@ import hashlib
 import json
 from typing import Any
 
+import torch
+
 from hicache.errors import ConfigError
+from hicache.integrations.server_store import Devices, server_fields
 from hicache.integrations.sglang.host_pages import HostPages
 from hicache.integrations.sglang.model import model_identity
 from hicache.integrations.sglang.release import HEADS, RELEASE, MLATokenToKVPoolHost, get_server_args
@@ -22,16 +25,31 @@ def rank_labels(config: Any) -> dict[str, str]:
     }
 
 
-def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -> dict[str, str | int]:
+def store_identity(
+    config: Any, anchor: dict[str, str | int], *, shared: bool, devices: Devices = "same"
+) -> dict[str, str | int]:
     """Return the identity of a store. `config`: SGLang's `HiCacheStorageConfig`. `anchor`: the description of the pool
-    that holds the model's KV. Raises `ConfigError` without a model name, or if the weights cannot be read."""
+    that holds the model's KV. `devices`: whether kinds of GPUs share pages. Raises `ConfigError` without a model name,
+    or if the weights cannot be read."""
     if not config.model_name:
         raise ConfigError("SGLang names no model, so pages could be served to another one; set --served-model-name")
     tp = "any" if shared else f"{config.tp_size}/{config.tp_rank}"
     pp, cp = f"{config.pp_size}/{config.pp_rank}", f"{config.attn_cp_size}/{config.attn_cp_rank}"
     parallel = f"tp={tp},pp={pp},cp={cp},dp={config.dp_rank}"
-    server = {"server": f"sglang {RELEASE}", "model": str(config.model_name), "parallel": parallel}
-    return {**server, **model_identity(get_server_args()), **anchor}
+    model, name = model_identity(get_server_args()), str(config.model_name)
+    return {
+        **server_fields("sglang", RELEASE),
+        "model_name" if model["weights"] else "model": name,
+        "parallel": parallel,
+        "device" if devices == "any" else "platform": device_name(),
+        **model,
+        **anchor,
+    }
+
+
+def device_name() -> str:
+    """The name of the GPU; "cpu" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:

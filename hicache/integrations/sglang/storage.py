@@ -119,21 +119,22 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
                 format.page_bytes: format
                 for format in (page_format(pages[name], self._host_pools[name].dtype) for name in names)
             }
-            identity = store_identity(self._storage_config, anchor, shared=shared)
+            identity = store_identity(self._storage_config, anchor, shared=shared, devices=self._config.devices)
             writes = self._storage_config.is_storage_writer or not shared
             if not writes:
                 require_shared(self._config)
             server = ServerStore.open(self._config, identity, list(formats.values()))
             log.info("pages of %s are stored in %s", ", ".join(names), server.path)
-            tier = WaitingTier(server.tier, max(formats))
+            tier = WaitingTier(server.stores, max(formats))
             self._tiers.append(tier)
             for name in names:
                 prefix = key_prefix(name, describe(self._host_pools[name], pages[name]))
                 pools[name] = Pool(pages[name], prefix, server, tier, writes)
         self.metrics, kv = Metrics(), pools[_KV]
-        kv.server.tier.register(self.metrics)
-        speed, clock = self._config.prefill_tokens_per_s, kv.server.tier.clock
-        self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, clock, kv.tier)
+        stores = kv.server.stores
+        stores.register(self.metrics)
+        speed, clock = self._config.prefill_tokens_per_s, stores.clock
+        self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, clock, kv.tier, stores.tiers)
         if self._storage_config.enable_storage_metrics and self._endpoint is None:
             self._endpoint = Endpoint(rank_labels(self._storage_config), clock)
         self._pools = pools
@@ -196,7 +197,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
                 restorable = set(range(1, num_pages + 1))
             elif transfer.hit_policy == policies.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
-                restorable = _restorable(self._pools[str(transfer.name)], keys[:num_kv], window)
+                restorable = _restorable(self._find(self._pools[str(transfer.name)], keys[:num_kv]), window)
             else:  # this policy does not limit the number of pages that are read
                 continue
             if restorable:
@@ -208,12 +209,18 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def _loads(self, keys: list[str], num_pages: int) -> bool:
         """Return whether to load the stored pages of a prompt."""
-        return self.gate is not None and self.gate.decide(keys, num_pages, self._pools[_KV].pages.page_bytes)
+        kv = self._pools[_KV]
+        held = kv.tier.stores_of(kv.keys(keys[:num_pages]))
+        return self.gate is not None and self.gate.decide(keys, held, kv.pages.page_bytes)
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
         """The number of `keys` that are stored without a gap from the first on."""
         pool = self._pools[name]
-        return sum(1 for _ in takewhile(bool, pool.tier.find(pool.keys(keys))))
+        return sum(1 for _ in takewhile(bool, self._find(pool, keys)))
+
+    def _find(self, pool: Pool, keys: list[str]) -> list[bool]:
+        assert self.gate is not None
+        return pool.tier.find(pool.keys(keys), self.gate.answer_s(len(keys)))
 
     # Reading, on the I/O thread of prefetches
 
@@ -253,7 +260,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def _read(self, pool: Pool, keys: list[str], received: Callable[[int, PageBuffer], None]) -> list[bool]:
         """Read pages; returns for each whether it was read. The wait for each page of the KV pool is limited to the
         time that computing all of them would take."""
-        gate, clock = self.gate, pool.server.tier.clock
+        gate, clock = self.gate, pool.server.stores.clock
         assert gate is not None
         begin_s = progress_s = clock()
 
@@ -262,11 +269,13 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             received(i, page)
             progress_s = clock()
 
+        names = pool.keys(keys)
+        stores = pool.tier.stores_of(names)  # as of now: reads are stored on the disk, too
         wait_s = gate.wait_s(len(keys)) if pool is self._pools.get(_KV) else math.inf
-        num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, receive, wait_s)
+        num_read = pool.tier.read(names, pool.pages.page_bytes, receive, wait_s)
         if num_read < len(keys) and clock() - progress_s > wait_s:
             gate.abandon_read()
-        gate.read(keys, num_read, pool.pages.page_bytes, clock() - begin_s)
+        gate.read(keys, stores[:num_read], pool.pages.page_bytes, clock() - begin_s)
         self._sample("prefetch", num_read, pool, begin_s)
         return [i < num_read for i in range(len(keys))]
 
@@ -304,15 +313,16 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def _write(self, pool: Pool, keys: list[str], fill: Callable[[int, PageBuffer], None]) -> list[bool]:
         if pool is self._pools.get(_KV) and self.gate is not None:
             self.gate.offered(keys)
-        if not pool.writes:
+        is_costly = bool(keys) and self.gate is not None and self.gate.are_costly(keys)
+        if not pool.writes or not self._config.stores(is_costly=is_costly):
             return [False] * len(keys)
-        begin_s = pool.server.tier.clock()
-        stored = pool.tier.write(pool.keys(keys), pool.pages.page_bytes, fill)
+        begin_s = pool.server.stores.clock()
+        stored = pool.tier.write(pool.keys(keys), pool.pages.page_bytes, fill, is_costly=is_costly)
         self._sample("backup", sum(stored), pool, begin_s)
         return stored
 
     def _sample(self, kind: str, num_pages: int, pool: Pool, begin_s: float) -> None:
-        seconds = max(pool.server.tier.clock() - begin_s, 1e-9)
+        seconds = max(pool.server.stores.clock() - begin_s, 1e-9)
         with self._sampling:
             self._samples[kind].append((num_pages, num_pages * pool.pages.page_bytes / seconds / 1e9))
 
@@ -324,10 +334,10 @@ def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Seque
     return pool.pages.locations(slots)
 
 
-def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:
-    """The prefix lengths, in pages, at which the last `window` pages are stored."""
+def _restorable(stored: Sequence[bool], window: int) -> set[int]:
+    """The prefix lengths, in pages, at which the last `window` pages are stored. `stored`: which pages are."""
     lengths, run = set(), 0
-    for length, is_stored in enumerate(pool.tier.find(pool.keys(keys)), 1):
+    for length, is_stored in enumerate(stored, 1):
         run = run + 1 if is_stored else 0
         if run >= min(length, window):
             lengths.add(length)

@@ -63,13 +63,14 @@ class CpuRows:
 
 
 class Admission:
-    """Owned by the tier. `queue`: returns the disk's pending loads. `chunk_tokens`: tokens of a chunk, by group of
-    layers."""
+    """Owned by the tier. `are_remote`: which chunks would be read from the remote store. `queue`: returns the pending
+    loads. `chunk_tokens`: tokens of a chunk, by group of layers."""
 
     def __init__(
         self,
         gate: LoadGate,
         lookups: Lookups,
+        are_remote: Callable[[Sequence[OffloadKey]], list[bool]],
         cpu_rows: CpuRows,
         queue: Callable[[], Queue],
         chunk_tokens: Mapping[int, int],
@@ -77,6 +78,7 @@ class Admission:
     ) -> None:
         self._gate = gate
         self._lookups = lookups
+        self._are_remote = are_remote
         self._cpu_rows = cpu_rows
         self._queue = queue
         self._chunk_tokens = chunk_tokens
@@ -137,9 +139,12 @@ class Admission:
 
     def _decide(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
         # Chunks that another request has loaded since then, or will load, need no row and no read.
-        spans = self._spans(self._cpu_rows.lacking(held) or held, req_context)
+        chunks = self._cpu_rows.lacking(held) or held
+        spans = self._spans(chunks, req_context)
         if not spans:
             return
+        end_of = req_context.get_offload_key_position
+        is_remote = self._are_remote(sorted(chunks, key=lambda chunk: end_of(chunk) or 0))
         until, request, queue = spans[-1][1], req_context.req_id, self._queue()
         if self._gate.has_waiting:
             rows = Rows(0, len(spans), may_grow=True)
@@ -147,7 +152,7 @@ class Admission:
             # No request with rows waits for more rows, so all of them will release theirs.
             may_grow = queue.releases_rows or bool(self._waiting.keys() - {request})
             rows = self._cpu_rows.rows(req_context, until, may_grow=may_grow)
-        self._gate.decide(request, spans, self._chunk_bytes, queue, rows)
+        self._gate.decide(request, spans, self._chunk_bytes, queue, rows, is_remote)
         if candidate.loads:
             self._cpu_rows.keep(req_context, candidate.until, self.promotions(req_context))
 

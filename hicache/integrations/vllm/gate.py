@@ -12,6 +12,7 @@ Imports nothing of vLLM.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,8 @@ from typing import NamedTuple
 from hicache.flow.cost import CostModel, LoadEstimate
 from hicache.integrations.load_gate import ServerLoadPolicy
 from hicache.metrics import Metrics
+from hicache.stores.side_by_side import answer_limit_s
+from hicache.tiers import DISK, REMOTE, Store
 
 # Tokens that are timed together. The time of a step with fewer tokens is mostly kernel launches, and shows little of
 # long prompts. The time of many steps together would not show the positions of their tokens.
@@ -119,13 +122,19 @@ class Candidate:
 
 
 class Queue(NamedTuple):
-    """The disk's pending jobs. `num_bytes`: still to be read by loads in flight. `progress_s`: when a load last made
-    progress; None: there is none. `releases_rows`: jobs are in flight that release rows of the CPU tier when they
-    end."""
+    """Pending jobs of the disk and of the remote store. `num_bytes`: still to be read by loads in flight. `progress_s`:
+    when a load last made progress; None: there is none. `releases_rows`: jobs are in flight that release rows of the
+    CPU tier when they end."""
 
     num_bytes: int = 0
     progress_s: float | None = None
     releases_rows: bool = False
+    remote_bytes: int = 0
+    remote_progress_s: float | None = None
+
+    def of(self, store: Store) -> tuple[int, float | None]:
+        """The pending bytes of a store, and the time of its last progress."""
+        return (self.num_bytes, self.progress_s) if store is DISK else (self.remote_bytes, self.remote_progress_s)
 
 
 class Rows(NamedTuple):
@@ -146,29 +155,31 @@ UNKNOWN_ROWS = Rows(1 << 62, 1 << 62)  # stands for no limit
 
 
 class _Part(NamedTuple):
-    """The first `num_chunks` chunks that the disk holds of a prompt. If they are loaded, tokens [start, end) need no
-    computing."""
+    """The first `num_chunks` chunks that the stores hold of a prompt, `num_remote` of them in the remote store. If they
+    are loaded, tokens [start, end) need no computing."""
 
     num_chunks: int
     start: int
     end: int
+    num_remote: int = 0
 
 
-def _part_of(spans: Sequence[tuple[int, int]], num_chunks: int) -> _Part:
+def _part_of(spans: Sequence[tuple[int, int]], num_chunks: int, is_remote: Sequence[bool] = ()) -> _Part:
     """The part of the first `num_chunks` chunks. `spans`: tokens [start, end) of each chunk, ordered by end. Tokens in
     a gap after the part are in the CPU tier, so the part includes them."""
     ends = [spans[num_chunks - 1][1], *(start for start, _ in spans[num_chunks : num_chunks + 1])]
-    return _Part(num_chunks, min(start for start, _ in spans), max(ends))
+    return _Part(num_chunks, min(start for start, _ in spans), max(ends), sum(is_remote[:num_chunks]))
 
 
-def _parts_of(spans: Sequence[tuple[int, int]]) -> list[_Part]:
-    """The parts that may be best to load: all chunks, or the chunks before a gap, because the tokens in the gap then
-    need no computing.
+def _parts_of(spans: Sequence[tuple[int, int]], is_remote: Sequence[bool]) -> list[_Part]:
+    """The parts that may be best to load: all chunks; the chunks before a gap, because the tokens in the gap then need
+    no computing; or the chunks before one of another store.
 
-    Other ends save less: each chunk costs the same to load, but a later chunk costs more to compute.
+    Other ends save less: each chunk of a store costs the same to load, but a later chunk costs more to compute.
     """
-    gaps = [i for i, ((_, end), (start, _)) in enumerate(pairwise(spans), 1) if start > end]
-    return [_part_of(spans, num_chunks) for num_chunks in [*gaps, len(spans)]]
+    gaps = {i for i, ((_, end), (start, _)) in enumerate(pairwise(spans), 1) if start > end}
+    changes = {i for i, (before, after) in enumerate(pairwise(is_remote), 1) if before != after}
+    return [_part_of(spans, num_chunks, is_remote) for num_chunks in sorted({*gaps, *changes, len(spans)})]
 
 
 def _saved_s(estimate: LoadEstimate) -> float:
@@ -194,7 +205,7 @@ class LoadGate(ServerLoadPolicy):
         self._live = set[str]()
         self._at_disk = set[str]()
         # Bytes of loads accepted in this step, which vLLM submits at the step's end.
-        self._accepted_bytes = 0
+        self._accepted_bytes = Counter[Store]()
         self.has_waiting = False  # a request waits for rows since this step began; later requests wait behind it
 
     def add_request(self, request: str) -> None:
@@ -250,12 +261,15 @@ class LoadGate(ServerLoadPolicy):
         chunk_bytes: int,
         queued: Queue,
         rows: Rows = UNKNOWN_ROWS,
+        is_remote: Sequence[bool] = (),
     ) -> None:
-        """Decide on the candidate of a request. `spans`: tokens [start, end) of each chunk that the disk holds, ordered
-        by end."""
+        """Decide on the candidate of a request. `spans`: tokens [start, end) of each chunk that a store holds, ordered
+        by end. `is_remote`: for each, whether it is read from the remote store; () if none is."""
         candidate = self._candidates[request]
         candidate.num_delayed = num_delayed = self.num_delayed(request)
-        estimates = {part: self._estimate(part, chunk_bytes, queued, num_delayed) for part in _parts_of(spans)}
+        estimates = {
+            part: self._estimate(part, chunk_bytes, queued, num_delayed) for part in _parts_of(spans, is_remote)
+        }
         part = max(estimates, key=lambda part: (_saved_s(estimates[part]), part.num_chunks))
         if rows.num < part.num_chunks and estimates[part].is_worth_loading():
             if rows.are_few(part.num_chunks) and self._may_wait(candidate, part, estimates[part]):
@@ -268,27 +282,28 @@ class LoadGate(ServerLoadPolicy):
                 self.declined.value += 1
                 candidate.loads = False
                 return
-            part = _part_of(spans, rows.num)
+            part = _part_of(spans, rows.num, is_remote)
             estimates[part] = self._estimate(part, chunk_bytes, queued, num_delayed)
         self._at_disk.discard(request)
         candidate.loads = self.choose(estimates[part])
         candidate.until = part.end if part.num_chunks < len(spans) else math.inf
         if candidate.loads:
             self._at_disk.add(request)
-            self._accepted_bytes += part.num_chunks * chunk_bytes
+            self._accepted_bytes[DISK] += (part.num_chunks - part.num_remote) * chunk_bytes
+            self._accepted_bytes[REMOTE] += part.num_remote * chunk_bytes
 
-    def abandons(self, request: str, start: int, end: int, progress_s: float) -> bool:
-        """Whether to abandon the rest of a load, tokens [start, end), and compute it because the disk is stalled.
+    def abandons(self, request: str, start: int, end: int, progress_s: float, store: Store = DISK) -> bool:
+        """Whether to abandon the rest of a load, tokens [start, end), and compute it because a store is stalled.
         `progress_s`: when this load or one before it last made progress, or when this load was submitted."""
         candidate = self._candidates.get(request)
-        if not self._is_stalled(progress_s, start, end, candidate.num_delayed if candidate else 0):
+        if not self._is_stalled(progress_s, start, end, candidate.num_delayed if candidate else 0, store):
             return False
         self.abandon()
         return True
 
-    def read(self, num_bytes: int, seconds: float) -> None:
-        """Note that one reader of the disk has read `num_bytes` in `seconds`."""
-        self.cost.observe_reads([(num_bytes, seconds)])
+    def read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
+        """Note that one reader of a store has read `num_bytes` in `seconds`."""
+        self.cost.observe_reads([(num_bytes, seconds)], store)
 
     def loaded(self, request: str) -> None:
         """Note that the request has no more loads in flight."""
@@ -302,7 +317,7 @@ class LoadGate(ServerLoadPolicy):
         """Note the end of a scheduler step that scheduled these requests for the first time and preempted those. Then
         the GPU computes the step."""
         self._step += 1
-        self._accepted_bytes = 0
+        self._accepted_bytes.clear()
         self.has_waiting = False
         for request in preempted:
             self._timer.forget(request)
@@ -313,6 +328,10 @@ class LoadGate(ServerLoadPolicy):
                 candidate = self._candidates[request]
                 self._timer.begin(request, candidate.start, candidate.end)
 
+    def forget_candidate(self, request: str) -> None:
+        """Forget the decision on a request, whose chunks are looked up again."""
+        self._candidates.pop(request, None)
+
     def forget(self, request: str) -> None:
         """Forget a finished request."""
         self._candidates.pop(request, None)
@@ -321,11 +340,19 @@ class LoadGate(ServerLoadPolicy):
         self._timer.forget(request)
 
     def _estimate(self, part: _Part, chunk_bytes: int, queued: Queue, num_delayed: int) -> LoadEstimate:
-        num_bytes = queued.num_bytes + self._accepted_bytes + part.num_chunks * chunk_bytes
-        load_s = self.cost.read_s(num_bytes, math.ceil(num_bytes / self._job_bytes))
-        if queued.progress_s is not None and self._is_stalled(queued.progress_s, part.start, part.end, num_delayed):
-            load_s = math.inf
-        return self.compare(load_s, part.start, part.end, num_delayed)
+        """The estimate of loading a part. Both stores are read at once, so the slower one decides."""
+        loads_s = list[float | None]()
+        for store, num_chunks in ((DISK, part.num_chunks - part.num_remote), (REMOTE, part.num_remote)):
+            if num_chunks:
+                queued_bytes, progress_s = queued.of(store)
+                num_bytes = queued_bytes + self._accepted_bytes[store] + num_chunks * chunk_bytes
+                load_s = self.cost.read_s(num_bytes, math.ceil(num_bytes / self._job_bytes), store)
+                if progress_s is not None and self._is_stalled(progress_s, part.start, part.end, num_delayed, store):
+                    load_s = math.inf
+                loads_s.append(load_s)
+        known_s = [load_s for load_s in loads_s if load_s is not None]
+        slowest_s = max(known_s) if len(known_s) == len(loads_s) or math.inf in known_s else None
+        return self.compare(slowest_s, part.start, part.end, num_delayed)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
         """Whether to wait for rows, or to continue waiting: for as long as the load would save, estimated at the first
@@ -337,11 +364,17 @@ class LoadGate(ServerLoadPolicy):
             candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, num_delayed))
         return self._clock() < candidate.waits_until_s
 
-    def _is_stalled(self, progress_s: float, start: int, end: int, num_delayed: int) -> bool:
-        """Whether the disk has made no progress for so long that the load must be considered stalled: for longer than
-        computing would cost all requests, and for longer than a working disk ever needs. With a shorter limit, all
-        requests that wait during one stall would compute at once."""
+    def _is_stalled(self, progress_s: float, start: int, end: int, num_delayed: int, store: Store) -> bool:
+        """Whether a store has made no progress for so long that the load must be considered stalled.
+
+        The disk: for longer than computing would cost all requests, and for longer than a working disk ever needs. With
+        a shorter limit, all requests that wait during one stall would compute at once. The remote store: for as long as
+        it may take to answer a look-up, because it fails with its network and its servers.
+        """
         no_progress_s = self._clock() - progress_s
-        if no_progress_s <= _STALL_S:
-            return False
-        return not self.compare_wait(no_progress_s, start, end, num_delayed).is_worth_loading()
+        if store is REMOTE:
+            return no_progress_s > answer_limit_s(self.cost.longest_wait_s(start, end))
+        return (
+            no_progress_s > _STALL_S
+            and not self.compare_wait(no_progress_s, start, end, num_delayed).is_worth_loading()
+        )

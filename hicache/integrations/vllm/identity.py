@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import asdict
 
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from hicache.errors import ConfigError
+from hicache.integrations.server_store import Devices, server_fields
 from hicache.integrations.vllm.row_packing import RowPacking
 from hicache.integrations.weights import weights_digest
 from hicache.storage import PageFilter, PageFormat
@@ -25,14 +25,17 @@ def identity_of(
     row_bytes: int,
     packing: RowPacking | None = None,
     recurrent_states: str = "",
+    devices: Devices = "same",
 ) -> dict[str, str | int]:
     """The identity of chunks. `row_bytes`: bytes of a chunk in vLLM's CPU tier, including the parts of all workers.
 
     `recurrent_states`: shapes and dtypes of recurrent states; "" if there are none, or if vLLM does not report them.
+    `devices`: whether kinds of GPUs share chunks.
 
-    vLLM reports only the model's name. If the model's files are on this machine, the digest of their bytes is included.
-    Differences that vLLM does not report (revision, adapters, a draft model, overrides of the model's configuration)
-    must be expressed in the salt.
+    vLLM reports only the model's name. If the model's files are on this machine, the digest of their bytes takes its
+    place, and the name, which may be a path, is only recorded, as is the release of vLLM. Differences that vLLM does
+    not report (revision, adapters, a draft model, overrides of the model's configuration) must be expressed in the
+    salt.
 
     The number of workers is left out if all of them write the same canonical row, each its own heads. vLLM refuses to
     start a worker that cannot do so.
@@ -41,22 +44,25 @@ def identity_of(
     geometry = f"world={parallel.world_size},tp={parallel.tp_size},pcp={parallel.pcp_size},dcp={parallel.dcp_size}"
     num_parts = parallel.world_size if is_portable and not config.replicated_layout else 1
     layout = {
-        "groups": [asdict(group) for group in config.groups],
+        # Not all fields: a later release of vLLM may have more.
+        "groups": [[group.tokens_per_block, group.layer_names, group.group_id] for group in config.groups],
         "worker_bytes": config.worker_kv_bytes_per_block * num_parts,
         "replicated": config.replicated_layout,
         "canonical": config.canonical_layout,
     }
     layout_digest = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+    weights = weights_digest(config.model.name)
     fields: dict[str, str | int] = {
-        "server": f"vllm {release}",
-        "model": config.model.name,
-        "weights": weights_digest(config.model.name),
+        **server_fields("vllm", release),
+        "model_name" if weights else "model": config.model.name,
+        "weights": weights,
         "dtype": config.model.dtype,
         "layout": f"{config.kv_cache_layout} {layout_digest[:32]}",
         "page_tokens": _chunk_tokens(config),
         "page_bytes": row_bytes,
         "parallel": "any" if is_portable else geometry,
-        "platform": _platform(),
+        # CPUs lay blocks out by their instructions.
+        "device" if devices == "any" and not current_platform.is_cpu() else "platform": _platform(),
     }
     if packing is not None:
         fields["packing"] = packing.name

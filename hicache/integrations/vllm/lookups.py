@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 
-from hicache.storage.process.client import ClientQueue
-from hicache.storage.process.jobs import FindDone, FindJob, Question, QuestionDone
+from hicache.storage.process.jobs import FindDone, FindJob
+from hicache.stores.side_by_side import Stores
 
 _LOOKUPS_A_POLL = 16
 
@@ -24,9 +24,9 @@ class _Verdict:
 class Lookups:
     """Owned by the tier, called under vLLM's lock.
 
-    The chunks that are looked up in one scheduler step become one job for the disk at the end of the step. Only the
-    first chunk of a request is looked up at once: most new prompts miss there, and vLLM then need not look up all
-    chunks of the prompt in every step.
+    The chunks that a request looks up in one scheduler step become one job at the end of the step. Only the first
+    chunk of a request is looked up at once: most new prompts miss there, and vLLM then need not look up all chunks of
+    the prompt in every step.
 
     A result is kept until all requests that asked for it have finished, unless `mark` corrects it. Otherwise a chunk
     whose load fails would be found and loaded again and again.
@@ -34,18 +34,22 @@ class Lookups:
 
     def __init__(
         self,
-        reads: ClientQueue[Question, QuestionDone],
+        stores: Stores,
         keys_of: Callable[[Sequence[bytes]], list[bytes]],
         poll: Callable[[], None],
+        answer_s: Callable[[str, bytes], float],
     ) -> None:
-        """`poll`: must pass the store's answers to `answered`."""
-        self._reads = reads
+        """`poll`: must pass the answers to `answered`. `answer_s`: for a request and its first chunk in doubt, how long
+        it waits for the remote store."""
+        self._stores = stores
         self._keys_of = keys_of
         self._poll = poll
+        self._answer_s = answer_s
         self._first: dict[str, _Verdict] = {}  # first look-ups of the requests that arrived in this step
         self._verdicts: dict[bytes, _Verdict] = {}
         self._verdicts_by_request: dict[str, dict[bytes, _Verdict]] = {}  # each in the order of look-up
-        self._batch: list[bytes] = []
+        self._until_s: dict[str, float] = {}  # the deadline of the remote store, by request
+        self._batches: dict[str, list[bytes]] = {}  # by request
         self._in_flight: dict[int, list[bytes]] = {}
         self._num_jobs = 0
 
@@ -65,13 +69,13 @@ class Lookups:
         verdict = self._verdicts.get(chunk)
         if verdict is None:
             verdict = self._verdicts[chunk] = _Verdict()
-            if self._reads.refuses():
+            if self._stores.refuses():
                 verdict.held = False
             elif looked_up is None:
                 self._first[request] = verdict
-                self._ask([chunk])
+                self._ask(request, [chunk])
             else:
-                self._batch.append(chunk)
+                self._batches.setdefault(request, []).append(chunk)
         if looked_up is None:
             looked_up = self._verdicts_by_request[request] = {}
         looked_up[chunk] = verdict
@@ -94,27 +98,29 @@ class Lookups:
 
     def flush(self) -> None:
         """Submit the look-ups since the last call to the store."""
-        batch, self._batch = [chunk for chunk in dict.fromkeys(self._batch) if chunk in self._verdicts], []
+        batches, self._batches = self._batches, {}
         self._first.clear()
-        if batch:
-            self._ask(batch)
+        for request, chunks in batches.items():
+            batch = [chunk for chunk in dict.fromkeys(chunks) if chunk in self._verdicts]
+            if batch:
+                self._ask(request, batch)
 
-    def _ask(self, batch: list[bytes]) -> None:
+    def _ask(self, request: str, batch: list[bytes]) -> None:
         self._num_jobs += 1
-        if self._reads.submit(FindJob(self._num_jobs, (), others=tuple(self._keys_of(batch)))):
+        job = FindJob(self._num_jobs, (), others=tuple(self._keys_of(batch)))
+        now_s = self._stores.clock()
+        if request not in self._until_s:
+            self._until_s[request] = now_s + self._answer_s(request, batch[0])
+        if self._stores.find(job, max(0.0, self._until_s[request] - now_s)):
             self._in_flight[self._num_jobs] = batch
         else:
             self._settle(batch, [False] * len(batch))
 
     def answered(self, done: FindDone) -> None:
-        """Note the store's answer to a job. The answer to a job that was reported as stalled before changes nothing."""
+        """Note the answer to a job."""
         batch = self._in_flight.pop(done.ticket, [])
         held = done.others if done.answered and done.others else (False,) * len(batch)
         self._settle(batch, held[: len(batch)])
-
-    def stalled(self, ticket: int) -> None:
-        """Note that the store does not answer a job: all its chunks count as not held."""
-        self.answered(FindDone(ticket, 0, answered=False))
 
     def mark(self, chunks: Iterable[bytes], held: bool) -> None:
         """Correct results: a load or a store has shown whether the store holds these chunks."""
@@ -125,6 +131,7 @@ class Lookups:
 
     def forget(self, request: str) -> None:
         """Drop the results that only this finished request needed."""
+        self._until_s.pop(request, None)
         for chunk in self._verdicts_by_request.pop(request, ()):
             verdict = self._verdicts[chunk]
             verdict.requests.discard(request)

@@ -6,7 +6,7 @@ vLLM's spec creates the manager, and names its class. So an existing manager bec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -54,6 +54,10 @@ class ExplainsMisses(Protocol):
     """hicache's tier, as the manager uses it. `miss_reasons`: of chunks whose stores or loads failed."""
 
     miss_reasons: MissReasons
+
+    def note_used(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Note that a request that is scheduled uses these chunks, in the order of its prompt, from any tier."""
+        ...
 
     def miss_reason(self, chunk: OffloadKey, req_context: ReqContext) -> MissReason | None:
         """Why a chunk that the tier may hold was not loaded for a request that is scheduled; None if the tier does not
@@ -166,19 +170,27 @@ class HiCacheManager(TieringOffloadingManager):
             stats.observe_histogram(EVICTED_AGE, age_s, ("cpu",))
         return stats
 
+    @staticmethod
+    def _note_used(tiers: Sequence[ExplainsMisses], chunks: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        for tier in tiers if chunks else ():
+            tier.note_used(chunks, req_context)
+
     def _count_missed(self, req_context: ReqContext) -> None:
         """Count the complete chunks of a prompt that is computed from now on, by reason. They follow the chunks of the
         GPU cache and the loaded chunks, in the group of layers that vLLM looks up first."""
-        asked = _asked(req_context)
+        asked, tiers = _asked(req_context), [tier for tier in self.secondary_tiers if isinstance(tier, ExplainsMisses)]
         if asked.first is None:
+            self._note_used(tiers, chunks_in_order(req_context), req_context)
             return  # the GPU has all chunks but the last
         group, position = get_offload_group_idx(asked.first), req_context._offload_key_positions
         chunk_tokens = self._chunk_tokens[group]
         start = max(position[asked.first] - chunk_tokens, asked.loaded_end)
-        chunks = [key for key in by_group(chunks_in_order(req_context)).get(group, ()) if position[key] > start]
+        in_order = chunks_in_order(req_context)
+        self._note_used(tiers, [key for key in in_order if position[key] <= start], req_context)
+        chunks = [key for key in by_group(in_order).get(group, ()) if position[key] > start]
         if not chunks:
             return
-        names, tiers = names_of(chunks), [tier for tier in self.secondary_tiers if isinstance(tier, ExplainsMisses)]
+        names = names_of(chunks)
         reasons = self._policy.miss_reasons.reasons(names)
         for tier in tiers:
             of_tier = tier.miss_reasons.reasons(names)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from hicache.config.engine import Free, KvPacking
-from hicache.config.settings import Choice, Packing, Size, from_mapping, settle
+from hicache.config.settings import Choice, Packing, Size, as_mapping, from_mapping, settle
 from hicache.errors import ConfigError
 from hicache.host.memory import available_bytes, free_bytes
 from hicache.integrations.server_store import ServerStoreConfig, server_store_config
@@ -37,7 +37,8 @@ OF_VLLM = {
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadingSettings:
-    """The settings that users give in addition to vLLM's own keys. `disk`: as for `HiCacheTier`; None: no disk."""
+    """The settings that users give in addition to vLLM's own keys. `disk`: as for `HiCacheTier`, with the remote store;
+    None: neither."""
 
     cpu_bytes_to_use: Annotated[
         int | Free,
@@ -84,7 +85,11 @@ def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
     if given.get("canonical_layout"):
         raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")
     own = {key: value for key, value in given.items() if key not in {*OF_VLLM, "canonical_layout"}}
-    if own.get("disk") is not None:
-        own["disk"] = server_store_config(own["disk"], f"disk in {_WHERE}")
+    remote = own.pop("remote", None)
+    if own.get("disk") is not None or remote is not None:
+        disk = as_mapping(own.get("disk") or {}, f"disk in {_WHERE}")
+        own["disk"] = server_store_config(
+            {**disk, "remote": remote} if remote is not None else disk, f"disk in {_WHERE}"
+        )
     settings: OffloadingSettings = from_mapping(OffloadingSettings, own, _WHERE)
     return settings

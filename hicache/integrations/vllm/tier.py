@@ -1,4 +1,4 @@
-"""The page store below vLLM's CPU tier: a secondary tier of vLLM's `TieringOffloadingSpec`.
+"""The page stores below vLLM's CPU tier, a disk and a remote store: a secondary tier of vLLM's `TieringOffloadingSpec`.
 
 vLLM calls one method at a time, under a lock. Only `drain_jobs` and `shutdown` may wait. A chunk is a row of the CPU
 tier's memory, a file in /dev/shm that the store process maps too, so this process copies nothing. vLLM keeps the rows
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -32,6 +34,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -47,18 +50,27 @@ from hicache.integrations.vllm.hints import chunks_in_order, hints_of
 from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
+from hicache.integrations.vllm.prefill_leases import STEP_TOKENS, PrefillLeases
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
 from hicache.integrations.vllm.release import vllm_release, warn_of_untested_vllm
 from hicache.integrations.vllm.shared_memory import descriptor_of, name_of
 from hicache.integrations.vllm.tier_events import TierEvents
-from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
+from hicache.integrations.vllm.tier_metrics import (
+    TierMetrics,
+    dropped_jobs,
+    metric_definitions,
+    misfit_pages,
+    waited_requests,
+)
 from hicache.metrics import Metrics
 from hicache.pages.misses import MissReason, MissReasons
 from hicache.pages.table import names_of
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.health import LIMITS
-from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.tiers import DISK
+from hicache.storage.process.jobs import FindDone, LeaseDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.stores.side_by_side import answer_limit_s
+from hicache.tiers import DISK, REMOTE
+from hicache.tiers import Store as Home
 
 log = logging.getLogger(__name__)
 
@@ -68,28 +80,31 @@ _HASH_BYTES = 32  # of SHA-256
 _GROUP_BYTES = 4  # number of the group of layers, after the hash
 _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
+# Queued stores pin rows, those used most recently. With a disk, a quarter of the rows stays free for new chunks;
+# stores that go to another machine pin a quarter.
+_DISK_SHARE, _REMOTE_SHARE = 3 / 4, 1 / 4
 
 
 @dataclass(slots=True)
 class Load:
-    """A load. `ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: unknown. `progress_s`: when
-    this load or one before it last made progress. `left`: chunks in unanswered jobs; the load ends when there are
-    none."""
+    """A load. `ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: unknown. By store:
+    `progress_s`, when this load or one before it last made progress; `left`, chunks in unanswered jobs. The load ends
+    when there are none."""
 
     request: str
     chunks: tuple[OffloadKey, ...]
     span: tuple[int, int] | None
     begin_s: float
-    progress_s: float
     ok: list[bool]
-    left: int = 0
+    progress_s: dict[Home, float] = field(default_factory=dict)
+    left: Counter[Home] = field(default_factory=Counter)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
     def span_left(self) -> tuple[int, int]:
         """The tokens that are still to be loaded, as if chunks were read from the beginning on."""
         start, end = self.span or (0, 0)
-        return end - (end - start) * self.left // len(self.chunks), end
+        return end - (end - start) * self.left.total() // len(self.chunks), end
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +127,8 @@ class _Deadline:
 
 class HiCacheTier(SecondaryTierManager):
     """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, and encrypted if there is a
-    key. Chunks that cost less to compute than to load are not loaded (`gate`).
+    key. The process of that store copies chunks to a remote store, which servers of several machines share. Chunks that
+    cost less to compute than to load are not loaded (`gate`).
 
     Invariants: each job gets one result, after the store process has stopped using its rows; no method raises after
     construction.
@@ -142,49 +158,59 @@ class HiCacheTier(SecondaryTierManager):
         config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
-        # Queued stores pin rows, those used most recently. A quarter of the rows stays free for new chunks.
-        self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
+        pinned_share = _DISK_SHARE if config.path else _REMOTE_SHARE
+        self._max_waiting_bytes = max(row_bytes, int(pinned_share * rows.nbytes))
         self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
         is_hicache_spec = isinstance(offloading_spec, HiCacheOffloadingSpec)
         self._packing = offloading_spec.row_packing if is_hicache_spec else None
         states = offloading_spec.recurrent_states if is_hicache_spec else ""
-        has_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        # Pages of a remote store are not this server's, and are not reported.
+        has_events = bool(config.path) and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if has_events else None
         self._server = ServerStore.open(
             config,
-            identity_of(offloading_spec.config, vllm_release(), row_bytes, self._packing, states),
+            identity_of(offloading_spec.config, vllm_release(), row_bytes, self._packing, states, config.devices),
             [page_format(offloading_spec.config.model.dtype, row_bytes, is_packed=self._packing is not None)],
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,
             reports_removed=has_events,
         )
-        self._disk = self._server.tier
-        self._disk.share(self._descriptor, rows.reshape(-1))
-        self._lookups = Lookups(self._disk.reads, self._server.keys, self._poll)
+        self._below, self._backend = self._server.stores, self._server.stores.tier
+        self._config = config
+        self._clock = self._below.clock
+        self._below.share(self._descriptor, rows.reshape(-1))
+        self._lookups = Lookups(self._below, self._server.keys, self._poll, self._answer_s)
+        self._contexts: dict[str, ReqContext] = {}  # of requests that may look chunks up
         self._rows: PageBuffer | None = rows
         self.metrics = Metrics()
         self.dropped_jobs = dropped_jobs(self.metrics)
         self.misfit_pages = misfit_pages(self.metrics)
-        self._disk.register(self.metrics)
-        cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
-        self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
-        self._note = PrefillNote(cost.prefill, self._disk)
+        self._below.register(self.metrics)
+        num_readers = {store: tier.num_readers for store, tier in self._below.tiers.items()}
+        cost = CostModel(config.prefill_tokens_per_s, num_readers, self.metrics, self._clock)
+        self.gate = LoadGate(cost, self._clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
+        self._note = PrefillNote(cost.prefill, self._backend)
         tokens, cpu_rows = chunk_tokens(offloading_spec.config), CpuRows(offloading_spec)
-        self._admission = Admission(self.gate, self._lookups, cpu_rows, self._queue, tokens, row_bytes)
-        self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
+        self._admission = Admission(
+            self.gate, self._lookups, self._are_remote, cpu_rows, self._queue, tokens, row_bytes
+        )
+        self._leases = PrefillLeases(self._below, cost, self.gate.num_delayed, waited_requests(self.metrics))
+        self._waiting_requests = set[str]()  # waiting for a prefill of another node
+        self._reported = TierMetrics(self.metrics, self._server.path, self._clock)
         self.miss_reasons = MissReasons()  # of chunks whose stores or loads failed
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._results: list[JobResult] = []
         self._waiting_bytes = 0
         self._refused_hash = False
-        self._last_progress_s = self._disk.clock()  # when a job of the disk was last submitted or made progress
+        self._last_progress_s = self._clock()  # when a job was last submitted or made progress
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.get_state(EvictedChunks) is None:
             hints_of(req_context)  # warns of wrong hints when the request arrives
             self.gate.add_request(req_context.req_id)
+            self._contexts[req_context.req_id] = req_context
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -192,9 +218,11 @@ class HiCacheTier(SecondaryTierManager):
         chosen but the CPU tier has no free row for it."""
         if len(key) != _KEY_BYTES and not self._are_sha256([key]):
             return LookupResult.MISS
+        if self._waits_for_node(req_context.req_id):
+            return LookupResult.RETRY
         held = self._lookups.lookup(key, req_context.req_id)
         if held is False:
-            return LookupResult.MISS
+            return LookupResult.RETRY if self._begin_prefill(key, req_context) else LookupResult.MISS
         loads = self._admission.admits(key, req_context)
         if loads is False:
             return LookupResult.MISS
@@ -211,7 +239,12 @@ class HiCacheTier(SecondaryTierManager):
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         if not hints_of(req_context).session_end:
-            self._disk.used(self._server.keys(tuple(keys)))
+            self._below.used(self._server.keys(tuple(keys)))
+
+    def note_used(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """See `ExplainsMisses`. Only copies to the remote store depend on it."""
+        if len(self._below.tiers) > 1:
+            self.touch(chunks, req_context)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Submit a store. It fails at once if it would pin too many rows or if the store refuses it. Chunks that do not
@@ -222,14 +255,16 @@ class HiCacheTier(SecondaryTierManager):
         if span is not None:
             self.gate.stored(job_metadata.req_context.req_id, *span)
         chunks, pages = self._packed_chunks(chunks, pages)
-        if not chunks or hints_of(job_metadata.req_context).session_end:
+        is_costly = self._is_costly(job_metadata.req_context)
+        is_wanted = self._config.stores(is_costly=is_costly) and not hints_of(job_metadata.req_context).session_end
+        if not chunks or not is_wanted:
             self._results.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
         store = Store(job_metadata.req_context, chunks, len(pages) * self.block_size_bytes)
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
-        job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
-        if fits and self._are_sha256(chunks) and self._disk.writes.submit(job):
-            self._stores[job_metadata.job_id], self._last_progress_s = store, self._disk.clock()
+        job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages, is_costly=is_costly)
+        if fits and self._are_sha256(chunks) and self._backend.writes.submit(job):
+            self._stores[job_metadata.job_id], self._last_progress_s = store, self._clock()
             self._waiting_bytes += store.num_bytes
             return
         self.dropped_jobs.value += 1
@@ -239,16 +274,20 @@ class HiCacheTier(SecondaryTierManager):
         self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        chunks, context, now_s = tuple(job_metadata.keys), job_metadata.req_context, self._disk.clock()
+        chunks, context, now_s = tuple(job_metadata.keys), job_metadata.req_context, self._clock()
         span, ok = self._admission.span(chunks, context), [False] * len(chunks)
-        load = self._loads[job_metadata.job_id] = Load(context.req_id, chunks, span, now_s, now_s, ok)
+        load = self._loads[job_metadata.job_id] = Load(context.req_id, chunks, span, now_s, ok)
         self._last_progress_s = now_s
         self._admission.promotions(context).read(chunks)
         keys, pages = self._server.keys(chunks), self._pages(job_metadata)
-        for start in range(0, len(chunks), _PART_CHUNKS):
-            part = slice(start, start + _PART_CHUNKS)
-            job = ReadJob(job_metadata.job_id, start, tuple(keys[part]), pages[part], load.cancelled)
-            load.left += len(job.keys) if self._disk.reads.submit(job) else 0
+        start = 0
+        while start < len(keys):
+            store, end = self._below.store_of(keys[start]), self._below.end_of_part(keys, start, _PART_CHUNKS)
+            job = ReadJob(job_metadata.job_id, start, tuple(keys[start:end]), pages[start:end], load.cancelled)
+            if self._below.read(job):
+                load.left[store] += end - start
+                load.progress_s[store] = now_s
+            start = end
         if not load.left:
             self._finish_load(job_metadata.job_id, load)
 
@@ -270,9 +309,12 @@ class HiCacheTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         hints = hints_of(req_context)
         if hints.keep_s:
-            deadline = _Deadline(self._disk.clock() + hints.keep_s)
+            deadline = _Deadline(self._clock() + hints.keep_s)
             req_context.set_state(deadline)  # stores in flight read it when they end
-            self._disk.keep_until(self._server.keys(chunks_in_order(req_context)), deadline.until_s)
+            self._backend.keep_until(self._server.keys(chunks_in_order(req_context)), deadline.until_s)
+        self._contexts.pop(req_context.req_id, None)
+        self._leases.forget(req_context.req_id)
+        self._waiting_requests.discard(req_context.req_id)
         self._lookups.forget(req_context.req_id)
         self.gate.forget(req_context.req_id)
         self._admission.waits_no_longer(req_context.req_id)
@@ -293,8 +335,8 @@ class HiCacheTier(SecondaryTierManager):
         while self._loads or self._stores:
             if not warned and time.monotonic() - begin_s > _DRAIN_WARN_S:
                 warned = True
-                log.warning("%d jobs are not finished by the disk yet", len(self._loads) + len(self._stores))
-            self._disk.wait(_DRAIN_LOOK_S)
+                log.warning("%d jobs are not finished by the stores yet", len(self._loads) + len(self._stores))
+            self._below.wait(_DRAIN_LOOK_S)
             self._poll()
 
     def shutdown(self) -> None:
@@ -302,8 +344,8 @@ class HiCacheTier(SecondaryTierManager):
         for load in self._loads.values():
             load.cancelled.set()
         try:
-            if not self._disk.close():
-                log.warning("vLLM's secondary tier closes without its store, whose disk is stalled")
+            if not self._below.close():
+                log.warning("vLLM's secondary tier closes without its store, whose medium is stalled")
         except (StoreError, OSError):
             log.exception("the store of vLLM's secondary tier was not closed")
         self._poll()
@@ -313,10 +355,67 @@ class HiCacheTier(SecondaryTierManager):
             self._descriptor = None
 
     def _queue(self) -> Queue:
-        progress_s = max((load.progress_s for load in self._loads.values()), default=None)
-        num_bytes = sum(load.left for load in self._loads.values()) * self.block_size_bytes
-        is_responsive = self._disk.clock() - self._last_progress_s <= LIMITS.io_timeout_s
-        return Queue(num_bytes, progress_s, is_responsive and bool(self._loads or self._stores))
+        is_responsive = self._clock() - self._last_progress_s <= LIMITS.io_timeout_s
+        releases_rows = is_responsive and bool(self._loads or self._stores)
+        return Queue(*self._pending(DISK), releases_rows, *self._pending(REMOTE))
+
+    def _pending(self, store: Home) -> tuple[int, float | None]:
+        """The bytes that loads still read from a store, and when one of them last made progress; None without one."""
+        loads = [load for load in self._loads.values() if load.left[store]]
+        num_bytes = sum(load.left[store] for load in loads) * self.block_size_bytes
+        return num_bytes, max((load.progress_s[store] for load in loads), default=None)
+
+    def _waits_for_node(self, request: str) -> bool:
+        """Whether the request waits for another node that computes its prompt. After the wait, its chunks are looked up
+        again."""
+        if request not in self._waiting_requests:
+            return False
+        if self._leases.is_waiting(request):
+            return True
+        self._waiting_requests.discard(request)
+        self._lookups.forget(request)
+        self.gate.forget_candidate(request)
+        return False
+
+    def _begin_prefill(self, missing: OffloadKey, context: ReqContext) -> bool:
+        """Note that the stores lack a chunk. Returns whether the request waits for another node that computes it."""
+        span = self._admission.span([missing], context)
+        if REMOTE not in self._below.tiers or span is None:
+            return False
+        group, end = get_offload_group_idx(missing), max(context._offload_key_positions.values())
+        if end - span[0] <= STEP_TOKENS:
+            return False
+        steps = [
+            (chunk_end, chunk)
+            for chunk, chunk_end in context._offload_key_positions.items()
+            if chunk_end > span[0]
+            and get_offload_group_idx(chunk) == group
+            and (chunk_end % STEP_TOKENS < span[1] - span[0] or chunk_end == end)
+        ]
+        keys = self._server.keys([chunk for _, chunk in steps])
+        ends = [chunk_end for chunk_end, _ in steps]
+        if not self._leases.begin(context.req_id, list(zip(ends, keys, strict=True)), span[0], end):
+            return False
+        self._waiting_requests.add(context.req_id)
+        return True
+
+    def _answer_s(self, request: str, chunk: OffloadKey) -> float:
+        """How long a request waits for the remote store to look up its chunks from `chunk` on."""
+        context = self._contexts.get(request)
+        span = None if context is None else self._admission.span([chunk], context)
+        if context is None or span is None:
+            return answer_limit_s(math.inf)
+        end = max(context._offload_key_positions.values())
+        return answer_limit_s(self.gate.cost.longest_wait_s(span[0], end))
+
+    def _are_remote(self, chunks: Sequence[OffloadKey]) -> list[bool]:
+        """For each chunk, whether it would be read from the remote store; [] without one."""
+        if REMOTE not in self._below.tiers:
+            return []
+        return [self._below.store_of(key) is REMOTE for key in self._server.keys(chunks)]
+
+    def _is_costly(self, context: ReqContext) -> bool:
+        return self.gate.cost.is_costly(max(context._offload_key_positions.values(), default=0))
 
     def _cancel_stalled_loads(self) -> None:
         """Cancel the loads that are stalled. vLLM then computes the chunks that were not read."""
@@ -324,11 +423,14 @@ class HiCacheTier(SecondaryTierManager):
         for load in self._loads.values():
             if load.span is None or load.cancelled.is_set():
                 continue
-            if self.gate.abandons(load.request, *load.span_left, load.progress_s):
+            waits_for = [store for store, num_left in load.left.items() if num_left]
+            if any(
+                self.gate.abandons(load.request, *load.span_left, load.progress_s[store], store) for store in waits_for
+            ):
                 load.cancelled.set()
                 abandoned = True
         if abandoned:
-            self._disk.reads.notify_cancelled()
+            self._below.notify_cancelled()
 
     def _pages(self, job: TransferJob) -> PageRows:
         assert self._rows is not None, "the tier is shut down"
@@ -360,31 +462,32 @@ class HiCacheTier(SecondaryTierManager):
         return False
 
     def _poll(self) -> None:
-        """Process the answers of the disk."""
-        for read in self._disk.reads.poll():
+        """Process the answers of the stores."""
+        for store, read in self._below.poll():
             if isinstance(read, FindDone):
-                self._lookups.answered(read)
+                if not self._leases.found(read):
+                    self._lookups.answered(read)
+            elif isinstance(read, LeaseDone):
+                self._leases.answered(read)
             elif isinstance(read, ReadDone):
-                self._read(read)
-            elif read.batch < 0:
-                self._lookups.stalled(read.ticket)
-        outcomes = self._disk.writes.poll()
+                self._read(store, read)
+        outcomes = self._backend.writes.poll()
         if self._events is not None:
-            self._events.note_losses(self._disk.times_lost)
+            self._events.note_losses(self._backend.times_lost)
         for written in outcomes:
             if isinstance(written, WriteDone):
                 self._written(written)
 
-    def _read(self, done: ReadDone) -> None:
+    def _read(self, store: Home, done: ReadDone) -> None:
         load = self._loads[done.ticket]
         load.ok[done.batch : done.batch + len(done.ok)] = done.ok
-        load.left -= len(done.ok)
-        self._last_progress_s = self._disk.clock()
+        load.left[store] -= len(done.ok)
+        self._last_progress_s = self._clock()
         for job_id, other in self._loads.items():
             if job_id >= done.ticket:  # also loads that wait for it
-                other.progress_s = self._last_progress_s
-        self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds)
-        if not load.left:
+                other.progress_s[store] = self._last_progress_s
+        self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds, store)
+        if not load.left.total():
             self._finish_load(done.ticket, load)
 
     def _finish_load(self, job_id: int, load: Load) -> None:
@@ -400,13 +503,13 @@ class HiCacheTier(SecondaryTierManager):
                 job_id,
                 success=len(read) == len(load.chunks),
                 successful_keys=read or None,
-                transfer_time=self._disk.clock() - load.begin_s,
+                transfer_time=self._clock() - load.begin_s,
                 transfer_bytes=len(read) * self.block_size_bytes,
             )
         )
 
     def _written(self, done: WriteDone) -> None:
-        store, self._last_progress_s = self._stores.pop(done.ticket), self._disk.clock()
+        store, self._last_progress_s = self._stores.pop(done.ticket), self._clock()
         self._waiting_bytes -= store.num_bytes
         written = [chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok]
         self._lookups.mark(written, held=True)
@@ -414,7 +517,7 @@ class HiCacheTier(SecondaryTierManager):
         self.miss_reasons.note(names_of([*{*store.chunks} - {*written}]), MissReason.FAILED)
         deadline = store.context.get_state(_Deadline)
         if deadline is not None:
-            self._disk.keep_until(self._server.keys(written), deadline.until_s)
+            self._backend.keep_until(self._server.keys(written), deadline.until_s)
         if self._events is not None:
             self._events.removed(done.removed)
             self._events.stored(self._server.keys(written), written)

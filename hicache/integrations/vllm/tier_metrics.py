@@ -1,4 +1,4 @@
-"""Metrics of the disk and its gate in vLLM's metrics: hicache's families with the prefix `vllm:hicache_`, and the
+"""Metrics of the stores and their gate in vLLM's metrics: hicache's families with the prefix `vllm:hicache_`, and the
 directory of the store as a label.
 
 vLLM declares the families in the process of its API server, which has no tier. The tier's values are sent to it between
@@ -16,8 +16,9 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 from hicache.flow.cost import CostModel
 from hicache.integrations.vllm.gate import LoadGate
 from hicache.metrics import Counter, MetricInfo, Metrics, flattened, joined_help
+from hicache.stores.side_by_side import register_reads
 from hicache.stores.tier import register_tier
-from hicache.tiers import DISK
+from hicache.tiers import DISK, REMOTE
 
 EVERY_S = 1.0
 _NOT_MEASURED = {"cost.load_bytes_per_second"}  # vLLM makes the loads from the CPU tier
@@ -26,10 +27,13 @@ _NOT_MEASURED = {"cost.load_bytes_per_second"}  # vLLM makes the loads from the 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """All families by name, in the form in which vLLM declares them."""
     metrics = Metrics()
-    LoadGate(CostModel("auto", {DISK: 1}, metrics, time.monotonic), time.monotonic, metrics, job_bytes=1)
+    LoadGate(CostModel("auto", {DISK: 1, REMOTE: 1}, metrics, time.monotonic), time.monotonic, metrics, job_bytes=1)
     dropped_jobs(metrics)
     misfit_pages(metrics)
-    register_tier(metrics, "disk", dict, lambda queue: {})
+    waited_requests(metrics)
+    for store in (DISK, REMOTE):
+        register_tier(metrics, store.name, dict, lambda queue: {})
+    register_reads(metrics, lambda: 0)
     families: dict[str, list[MetricInfo]] = {}
     for name, info in metrics.describe().items():
         if name not in _NOT_MEASURED:
@@ -45,6 +49,10 @@ def dropped_jobs(metrics: Metrics) -> Counter:
     return metrics.counter(
         "disk.dropped_jobs", "jobs of stores that the tier refused, mostly because too many bytes wait"
     )
+
+
+def waited_requests(metrics: Metrics) -> Counter:
+    return metrics.counter("gate.waited_requests", "requests that waited for chunks that another node computed")
 
 
 def misfit_pages(metrics: Metrics) -> Counter:

@@ -53,7 +53,7 @@ def test_pages_come_back_after_a_restart(tmp_path: Path, layout: str, v1: bool, 
         assert second.prefetch(tokens(num_pages, case, first=9000)) == []
     [folder] = tmp_path.iterdir()
     found = describe(folder)
-    assert (found.entries, found.identity["server"]) == (num_pages, "sglang 0.5.23")
+    assert (found.entries, found.identity["server"], found.identity["release"]) == (num_pages, "sglang", "0.5.23")
 
 
 @pytest.mark.parametrize(("layout", "pieces", "mla"), SHAPES)

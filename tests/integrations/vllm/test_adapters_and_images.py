@@ -73,5 +73,5 @@ def test_a_prompt_finds_the_chunks_of_its_own_adapter_alone(
     assert [server.ask(PROMPT, given) for given in ADAPTERS] == [0] * len(ADAPTERS)
     server.reset()
     [tier] = server.engine.connector.manager.secondary_tiers
-    assert tier._disk.stats().puts == len(ADAPTERS) * PROMPT_CHUNKS
+    assert tier._backend.stats().puts == len(ADAPTERS) * PROMPT_CHUNKS
     assert [server.ask(PROMPT, given) for given in ADAPTERS] == [COMPLETE] * len(ADAPTERS)

@@ -231,7 +231,7 @@ def test_with_a_disk_a_restart_finds_everything_and_nothing_is_written_twice(
     assert connector.num_late + connector.num_ahead > 40
     # The requests of these stores delay no user's request.
     assert not tier.gate._live
-    stats = tier._disk.stats()
+    stats = tier._backend.stats()
     first.engine.close()
     [folder] = path.iterdir()
     assert stats.puts == describe(folder).entries

@@ -77,12 +77,12 @@ def test_the_disk_keeps_chunks_until_their_deadline_and_writes_nothing_of_an_end
     [tier] = server.engine.connector.manager.secondary_tiers
     server.ask(prompt_of(1), **KEEP)
     server.ask(prompt_of(2))
-    puts = tier._disk.stats().puts
+    puts = tier._backend.stats().puts
     server.ask(prompt_of(3), session_end=True)
     server.engine.finish()
-    assert tier._disk.stats().puts == puts
+    assert tier._backend.stats().puts == puts
     server.ask_others(20)
-    assert tier._disk.stats().evicted > 2 * tier._disk.stats().entries
+    assert tier._backend.stats().evicted > 2 * tier._backend.stats().entries
     server.reset()
     assert server.ask(prompt_of(1)) == COMPLETE
     assert server.ask(prompt_of(2)) == 0

@@ -98,7 +98,7 @@ def test_chunks_that_a_disk_refuses_count_as_failed(
     server = servers(connector, disk=disk)
     recorder = Recorder(server)
     [tier] = recorder.manager.secondary_tiers
-    monkeypatch.setattr(tier._disk.writes, "submit", lambda job: False)
+    monkeypatch.setattr(tier._backend.writes, "submit", lambda job: False)
     server.ask(prompt_of(1))
     monkeypatch.undo()
     server.reset()
@@ -134,7 +134,7 @@ def test_pages_behind_a_gap_count_with_the_page_before_them() -> None:
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     """Each `vllm:hicache_` series of the Grafana dashboard belongs to a declared metric, and so do its labels."""
     dashboard = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "vllm.json"
-    extra = {"cpu_bytes_to_use": "1GB", "disk": {"path": "/nvme/kv"}}
+    extra = {"cpu_bytes_to_use": "1GB", "disk": {"path": "/nvme/kv"}, "remote": {"url": "dir:///kv"}}
     labels = {
         f"{name}{suffix}": {*metric.labelnames}
         for name, metric in HiCacheOffloadingSpec.build_metric_definitions(extra).items()

@@ -65,7 +65,7 @@ def test_the_endpoint_says_what_the_disk_and_its_gate_did(tmp_path: Path, endpoi
         server.reset()
         assert reported("disk_stored_pages") == 20
         assert reported("disk_raw_bytes") == 20 * ROW_BYTES
-        stats = server.tiers[0]._disk.stats()
+        stats = server.tiers[0]._backend.stats()
         assert reported("disk_live_bytes") == stats.live_bytes < 20 * ROW_BYTES
         assert reported("disk_budget_bytes") == 2_000_000
         assert reported("tier_used_ratio", tier="disk") == stats.file_bytes / 2_000_000

@@ -1,0 +1,166 @@
+"""One node computes a long prompt, and other nodes wait for its chunks: leases of prefills in the remote store.
+
+    looked up: missing | lease: none   | computed here
+                       | another node's | asked again, until the chunks are stored or the lease ends | looked up again
+
+A prompt has a lease for each chunk at a multiple of `STEP_TOKENS` and for its last one, so prompts with a common prefix
+have common leases.
+A lease names its end, which bounds the wait for a node that has died.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from hicache.flow.cost import CostModel
+from hicache.metrics import Counter
+from hicache.storage.process.jobs import FindDone, FindJob, LeaseDone, LeaseJob
+from hicache.stores.side_by_side import Stores, answer_limit_s
+from hicache.tiers import REMOTE
+
+STEP_TOKENS = 16_384
+FIRST_TICKET = 1 << 40  # lower tickets are of `Lookups`
+_LEASE_SHARE, _WAIT_SHARE = 1.5, 2.0  # of the time that computing takes: a lease, and the longest wait for one
+_MAX_LEASE_S = 120.0
+_MAX_WAITS = 2  # of one request
+_ASK_S = 0.25  # between two look-ups of the chunks of another node
+
+
+class Stage(Enum):
+    """The stage of a long prompt."""
+
+    ASKING = auto()  # The remote store has not said who has the leases.
+    WAITING = auto()  # Another node computes the prompt.
+    ENDED = auto()  # This node loads what is stored, and computes the rest.
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A long prompt. `awaited`: keys of the chunks with leases of other nodes, and the ends of these leases in seconds
+    since 1970. `until_s`: the end of the stage, on the clock of the stores. `max_wait_s`: the longest worthwhile
+    wait."""
+
+    stage: Stage
+    until_s: float
+    max_wait_s: float
+    awaited: dict[bytes, float] = field(default_factory=dict)
+    num_asked: int = 0
+    asks_at_s: float = math.inf
+    num_waits: int = 0
+
+    @property
+    def may_wait_again(self) -> bool:
+        """Whether a node has not stored its chunks in time, so that this node may take the leases."""
+        return self.stage is Stage.ENDED and bool(self.awaited) and self.num_waits < _MAX_WAITS
+
+
+class PrefillLeases:
+    """Owned by the tier, called under vLLM's lock. `num_delayed`: requests that computing would delay, by request.
+    `waited`: counts waits for another node. `wall_s`: seconds since 1970, equal on all nodes."""
+
+    def __init__(
+        self,
+        stores: Stores,
+        cost: CostModel,
+        num_delayed: Callable[[str], int],
+        waited: Counter,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._stores = stores
+        self._cost = cost
+        self._num_delayed = num_delayed
+        self.waited = waited
+        self._wall_s = wall_s
+        self._prefills: dict[str, _Prefill] = {}
+        self._asked: dict[int, tuple[str, bytes]] = {}  # leases, by ticket
+        self._found: dict[int, tuple[str, tuple[bytes, ...]]] = {}  # look-ups, by ticket
+        self._tickets = itertools.count(FIRST_TICKET)
+
+    def is_waiting(self, request: str) -> bool:
+        """Whether the request waits for another node, or for the remote store to say so."""
+        prefill = self._prefills.get(request)
+        if prefill is None or prefill.stage is Stage.ENDED:
+            return False
+        if self._stores.clock() >= prefill.until_s:
+            prefill.stage = Stage.ENDED
+        elif prefill.stage is Stage.WAITING and self._stores.clock() >= prefill.asks_at_s:
+            self._look_up(request, prefill)
+        return prefill.stage is not Stage.ENDED
+
+    def begin(self, request: str, steps: Sequence[tuple[int, bytes]], start: int, end: int) -> bool:
+        """Note that the stores lack tokens [start, end) of a prompt. `steps`: the ends and keys of the missing chunks
+        with leases. Returns whether the request waits now. Does nothing for a request that has
+        its answer, or if the time of computing is unknown."""
+        compute_s = self._cost.prefill_s(start, end)
+        remote = self._stores.tiers.get(REMOTE)
+        is_known = compute_s is not None and compute_s < math.inf
+        before = self._prefills.get(request)
+        is_first = before is None or before.may_wait_again
+        if not is_first or remote is None or not is_known or end - start <= STEP_TOKENS or not steps:
+            return False
+        assert compute_s is not None
+        max_wait_s = min(_WAIT_SHARE * compute_s * (1 + self._num_delayed(request)), _MAX_LEASE_S)
+        prefill = _Prefill(Stage.ASKING, self._stores.clock() + answer_limit_s(compute_s), max_wait_s)
+        prefill.num_waits = 0 if before is None else before.num_waits
+        self._prefills[request] = prefill
+        for step_end, key in steps:
+            lease_s = min(_LEASE_SHARE * (self._cost.prefill_s(start, step_end) or compute_s), _MAX_LEASE_S)
+            ticket = next(self._tickets)
+            if not remote.reads.refuses() and remote.reads.submit(LeaseJob(ticket, key, self._wall_s() + lease_s)):
+                self._asked[ticket] = request, key
+                prefill.num_asked += 1
+        if not prefill.num_asked:
+            prefill.stage = Stage.ENDED
+        return prefill.stage is not Stage.ENDED
+
+    def answered(self, done: LeaseDone) -> None:
+        """Note who has a lease. Leases of other nodes are waited for if that is worthwhile."""
+        request, key = self._asked.pop(done.ticket, ("", b""))
+        prefill = self._prefills.get(request)
+        if prefill is None:
+            return
+        prefill.num_asked -= 1
+        if not done.has_begun and done.until_s > self._wall_s():
+            prefill.awaited[key] = done.until_s
+        if prefill.num_asked or prefill.stage is not Stage.ASKING:
+            return
+        wait_s = max(prefill.awaited.values(), default=0.0) - self._wall_s()
+        if not 0 < wait_s <= prefill.max_wait_s:
+            prefill.stage = Stage.ENDED
+            return
+        now_s = self._stores.clock()
+        prefill.stage, prefill.until_s, prefill.asks_at_s = Stage.WAITING, now_s + wait_s, now_s + _ASK_S
+        prefill.num_waits += 1
+        self.waited.value += 1
+
+    def found(self, done: FindDone) -> bool:
+        """Note the answer to a look-up. Returns False if `Lookups` asked. The wait ends if all chunks are stored."""
+        if done.ticket not in self._found:
+            return False
+        request, keys = self._found.pop(done.ticket)
+        prefill = self._prefills.get(request)
+        if prefill is not None:
+            prefill.asks_at_s = self._stores.clock() + _ASK_S
+            for key, is_held in zip(keys, done.others, strict=False):
+                if is_held:
+                    prefill.awaited.pop(key, None)
+            if not prefill.awaited:
+                prefill.stage = Stage.ENDED
+        return True
+
+    def forget(self, request: str) -> None:
+        """Forget a finished request."""
+        self._prefills.pop(request, None)
+
+    def _look_up(self, request: str, prefill: _Prefill) -> None:
+        prefill.asks_at_s = math.inf
+        ticket, keys = next(self._tickets), (*prefill.awaited,)
+        if self._stores.find(FindJob(ticket, (), others=keys), prefill.until_s - self._stores.clock()):
+            self._found[ticket] = request, keys
+        else:
+            prefill.asks_at_s = self._stores.clock() + _ASK_S
