@@ -89,6 +89,8 @@ FIGURES: Mapping[str, Series] = {
     "faults.stalled disk jobs": Series("hicache_disk_stalled_jobs_total"),
     "faults.breaker opens": Series("hicache_disk_opens_total"),
     "faults.corrupt pages": Series("hicache_disk_corrupt_pages_total"),
+    "faults.copies dropped": Series("hicache_disk_backup_dropped_pages_total"),
+    "faults.failed copies": Series("hicache_disk_backup_failed_pages_total"),
     "faults.lost pages": Series("hicache_prefetch_lost_pages_total"),
     "faults.pages not stored": Series("hicache_persist_failed_pages_total"),
     "faults.store is read-only": Series("hicache_disk_read_only_flag"),
