@@ -3,6 +3,7 @@
     nodes.store.<store>   reads of 2 MiB pages from a shared store by 8 readers; the ceiling is the store's own client:
                           for S3, obstore in 8 threads on SeaweedFS; for a directory, direct reads of its files in 8
                           threads
+    other cases           see `nodes_sharing`
 
 Variants run in turns in one process; returned pages are compared. Stores that are not installed are left out.
 """
@@ -22,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 
+from hicache.bench import nodes_sharing
 from hicache.bench.common import BenchUnavailable, Report, add_parts, chosen_parts, interleave
 from hicache.bench.remote import Batch
 from hicache.bench.remote_servers import BUCKET, CREDENTIALS, S3Server
@@ -30,7 +32,7 @@ from hicache.storage.shared_pages import shared_pages
 from hicache.storage.slot_file import BLOCK_BYTES
 
 NAME = "nodes"
-DESCRIPTION = "machines that share pages: reads of shared stores, over their own clients"
+DESCRIPTION = "nodes that share pages: reads of shared stores, faults of them, prompts and sessions of several nodes"
 
 _STORE_TARGET = 0.9
 _NUM_READERS = 8
@@ -123,4 +125,4 @@ def _dir(batch: Batch, path: Path | None) -> Iterator[tuple[PageStore, Callable[
 
 
 _STORES = {"s3": _s3, "dir": _dir}
-_PARTS: Mapping[str, Callable[[argparse.Namespace, Report], None]] = {"store": _store}
+_PARTS: Mapping[str, Callable[[argparse.Namespace, Report], None]] = {"store": _store, **nodes_sharing.PARTS}
