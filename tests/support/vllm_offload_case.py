@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingConfig, OffloadingGroupConfig
 
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
-from vllm_tier_case import CONFIG, pool_page
+from vllm_tier_case import CONFIG, place
 from waiting import eventually
 
 BLOCK_TOKENS = 32
@@ -114,7 +114,7 @@ class Engine:
 
     def has(self, keys: Sequence[Any], context: ReqContext) -> bool:
         """Whether all keys are in the CPU tier in the end: look up all in each step until the results are final."""
-        pool_page(keys, context, BLOCK_TOKENS * self.cache.blocks_per_chunk)
+        place(keys, context, BLOCK_TOKENS * self.cache.blocks_per_chunk)
 
         def results() -> set[LookupResult] | None:
             found = {self.manager.lookup(key, context) for key in keys}

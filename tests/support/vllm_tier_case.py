@@ -48,7 +48,7 @@ def content(chunk: OffloadKey, version: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 7, ROW_BYTES, dtype=np.uint8)
 
 
-def pool_page(chunks: Sequence[OffloadKey], context: ReqContext, chunk_tokens: int = CHUNK_TOKENS) -> None:
+def place(chunks: Sequence[OffloadKey], context: ReqContext, chunk_tokens: int = CHUNK_TOKENS) -> None:
     """They follow each other from the beginning of the request's prompt on, as vLLM notes before it looks them up."""
     for end, chunk in enumerate(chunks, 1):
         context.set_offload_key_position(chunk, end * chunk_tokens)
@@ -102,7 +102,7 @@ class Scheduler:
 
     def computed(self, chunks: Sequence[OffloadKey], context: ReqContext, version: int = 0) -> None:
         """The chunks of a request leave for the tiers."""
-        pool_page(chunks, context)
+        place(chunks, context)
         output = self.manager.prepare_store(chunks, context)
         assert output is not None
         for chunk, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
@@ -118,7 +118,7 @@ class Scheduler:
 
     def ask(self, chunks: Sequence[OffloadKey], context: ReqContext) -> list[bool] | None:
         """Which chunks the request finds; None: it is to ask again in the next step."""
-        pool_page(chunks, context)
+        place(chunks, context)
         found = [self.manager.lookup(chunk, context) for chunk in chunks]
         if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
             return None
