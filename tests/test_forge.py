@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hicache.integrations.vllm.offloading_settings import offloading_settings
+
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -25,7 +27,7 @@ SCHEMAS = {
     "vendor.github-issue-config": [ROOT / ".github/ISSUE_TEMPLATE/config.yml"],
     "vendor.github-issue-forms": [ROOT / f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "feature")],
     "vendor.citation-file-format": [ROOT / "CITATION.cff"],
-    "vendor.compose-spec": [ROOT / "deploy/compose.yaml"],
+    "vendor.compose-spec": [ROOT / "deploy/compose.yaml", ROOT / "deploy/nodes.yaml"],
 }
 
 
@@ -91,6 +93,24 @@ def test_the_pod_is_confined() -> None:
     assert len(rule["from"]) == 2 and rule["ports"]
     server = loaded(ROOT / "deploy/compose.yaml")["services"]["hicache"]
     assert server["read_only"] and server["cap_drop"] == ["ALL"] and all("127.0.0.1" in one for one in server["ports"])
+
+
+def test_the_nodes_have_own_disks_and_one_remote_store() -> None:
+    """The plug-in takes the settings of both servers, which differ only in their GPU, their port and their disk. The
+    store has the key that they send, and no port is reachable from other machines."""
+    compose = loaded(ROOT / "deploy/nodes.yaml")
+    nodes = [compose["services"][name] for name in ("node-a", "node-b")]
+    disks = [volume.partition(":")[0] for node in nodes for volume in node["volumes"] if volume.endswith(":/data")]
+    assert len(set(disks)) == 2 and set(disks) <= compose["volumes"].keys()
+    assert nodes[0]["command"] == nodes[1]["command"] and nodes[0]["environment"] == nodes[1]["environment"]
+    (config,) = [one.partition("=")[2] for one in nodes[0]["command"] if one.startswith("--kv-transfer-config=")]
+    given = json.loads(config)["kv_connector_extra_config"]
+    settings = offloading_settings(given)
+    assert settings.disk is not None and settings.disk.remote is not None
+    assert settings.disk.remote.url.startswith("s3://pages?endpoint=http://seaweedfs:")
+    (identity,) = json.loads(re.sub(r"\$\{(\w+)[^}]*\}", r"\1", compose["configs"]["s3"]["content"]))["identities"]
+    assert identity["credentials"][0]["accessKey"] == nodes[0]["environment"]["AWS_ACCESS_KEY_ID"]
+    assert all("127.0.0.1" in port for one in compose["services"].values() for port in one.get("ports", ()))
 
 
 def test_each_alert_has_its_section() -> None:
