@@ -16,9 +16,10 @@ def test_the_plug_in_accepts_what_is_printed(capsys: pytest.CaptureFixture[str])
     status, out, err = outcome(capsys, "vllm-config", *flags)
     assert status == 0 and err == "" and out.count("\n") == 1
     config = json.loads(out)
-    assert config["kv_connector"] == "OffloadingConnector" and config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector"] == "HiCacheConnector" and config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector_module_path"] == "hicache.integrations.vllm"
     extra = config["kv_connector_extra_config"]
-    assert extra["spec_name"] == "HiCacheOffloadingSpec" and extra["blocks_per_chunk"] == 4
+    assert "spec_name" not in extra and extra["blocks_per_chunk"] == 4
     settings = offloading_settings(extra)
     assert settings.cpu_bytes_to_use == 1 << 20
     assert settings.disk is not None
@@ -28,6 +29,15 @@ def test_the_plug_in_accepts_what_is_printed(capsys: pytest.CaptureFixture[str])
 def test_without_a_disk_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads(outcome(capsys, "vllm-config", "--cpu", "1MiB")[1])
     assert offloading_settings(config["kv_connector_extra_config"]).disk is None
+
+
+def test_the_spec_is_named_under_the_connector_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(outcome(capsys, "vllm-config", "--cpu", "1MiB", "--plugin", "spec")[1])
+    assert config["kv_connector"] == "OffloadingConnector" and "kv_connector_module_path" not in config
+    extra = config["kv_connector_extra_config"]
+    assert extra["spec_name"] == "HiCacheOffloadingSpec"
+    assert extra["spec_module_path"] == "hicache.integrations.vllm"
+    assert offloading_settings(extra).cpu_bytes_to_use == 1 << 20
 
 
 def test_more_memory_than_the_machine_shares_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

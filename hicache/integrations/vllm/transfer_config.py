@@ -1,7 +1,7 @@
 """`hicache vllm-config`: prints the value of vLLM's flag `--kv-transfer-config` for a CPU tier and a disk.
 
-The value names `HiCacheOffloadingSpec` under vLLM's own connector, the plug-in that is recommended on GPUs. Imports
-nothing of vLLM: the command also runs on another machine than the server.
+The value names `HiCacheConnector`, the recommended plug-in, or `HiCacheOffloadingSpec` under vLLM's own connector.
+Imports nothing of vLLM: the command also runs on another machine than the server.
 """
 
 from __future__ import annotations
@@ -16,6 +16,16 @@ from hicache.errors import ConfigError
 from hicache.integrations.vllm.offloading_settings import offloading_settings
 from hicache.integrations.vllm.region_files import shared_bytes
 
+_PLUGINS = "hicache.integrations.vllm"
+_CONNECTORS: dict[
+    str, tuple[dict[str, str], dict[str, str]]
+] = {  # by --plugin: keys of the connector, keys of its extra config
+    "connector": ({"kv_connector": "HiCacheConnector", "kv_connector_module_path": _PLUGINS}, {}),
+    "spec": (
+        {"kv_connector": "OffloadingConnector"},
+        {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": _PLUGINS},
+    ),
+}
 _FORM = "an absolute path, a colon and the size of all its stores, like /nvme:500GB"
 
 
@@ -32,13 +42,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="vLLM blocks of a chunk, the unit of copies and disk operations (default 1); 4 with a disk and blocks of "
         "16 tokens",
     )  # fmt: skip
+    parser.add_argument(
+        "--plugin", choices=[*_CONNECTORS], default="connector",
+        help="connector (default): HiCacheConnector; spec: HiCacheOffloadingSpec, with vLLM's order of stores",
+    )  # fmt: skip
 
 
 def run(flags: argparse.Namespace) -> int:
     """Print the JSON in one line. Returns 0. Raises `ConfigError` for settings that vLLM's start would refuse."""
     if flags.disk is None and (flags.salt or flags.key_file):
         raise ConfigError(f"--{'salt' if flags.salt else 'key-file'} applies to the disk; add --disk PATH:SIZE")
-    config = transfer_config(flags.cpu, flags.disk, flags.salt, flags.key_file, flags.chunk_blocks)
+    config = transfer_config(flags.cpu, flags.disk, flags.salt, flags.key_file, flags.chunk_blocks, flags.plugin)
     print(json.dumps(config))
     num_bytes, shared = parse_bytes(flags.cpu), shared_bytes()
     if num_bytes > shared:
@@ -50,11 +64,17 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def transfer_config(
-    cpu: str, disk: tuple[str, str] | None, salt: str = "", key_file: str = "", chunk_blocks: int | None = None
+    cpu: str,
+    disk: tuple[str, str] | None,
+    salt: str = "",
+    key_file: str = "",
+    chunk_blocks: int | None = None,
+    plugin: str = "connector",
 ) -> dict[str, Any]:
-    """Return vLLM's `--kv-transfer-config`. `cpu`: a size with its unit. `disk`: path and budget; None: no disk. Raises
-    `ConfigError` for wrong values."""
-    extra: dict[str, Any] = {"cpu_bytes_to_use": cpu}
+    """Return vLLM's `--kv-transfer-config`. `cpu`: a size with its unit. `disk`: path and budget; None: no disk.
+    `plugin`: "connector" or "spec". Raises `ConfigError` for wrong values."""
+    connector, spec = _CONNECTORS[plugin]
+    extra: dict[str, Any] = {**spec, "cpu_bytes_to_use": cpu}
     if chunk_blocks is not None:
         extra["blocks_per_chunk"] = chunk_blocks
     if disk is not None:
@@ -62,14 +82,10 @@ def transfer_config(
         extra["disk"] = {name: value for name, value in given.items() if value}
     offloading_settings(extra)
     return {
-        "kv_connector": "OffloadingConnector",
+        **connector,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "spec_name": "HiCacheOffloadingSpec",
-            "spec_module_path": "hicache.integrations.vllm",
-            **extra,
-        },
+        "kv_connector_extra_config": extra,
     }
 
 
