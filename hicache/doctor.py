@@ -70,7 +70,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=path_of,
         metavar="DIR",
         default=Path(tempfile.gettempdir()),
-        help="directory whose disk is measured with a file of 256 MiB (default: that of temporary files)",
+        help="directory whose disk is measured with a file of 256 MiB; if it is missing, its nearest existing parent "
+        "(default: the directory of temporary files)",
     )
 
 
@@ -176,22 +177,23 @@ def _memory() -> Iterator[Finding]:
     yield Finding(section, "cores", f"{usable_cores()} of {os.cpu_count()}")
 
 
-def _disk(folder: Path) -> Iterator[Finding]:
+def _disk(asked: Path) -> Iterator[Finding]:
+    """The rate of the disk of a directory, which the caches create if it is missing."""
     section = "disk"
+    folder = next(path for path in (asked, *asked.absolute().parents) if path.exists())
     try:
         free, rate = shutil.disk_usage(folder).free, measure_disk(folder)
     except OSError as error:
-        yield Finding(
-            section, str(folder), f"{error.strerror}", "give a directory that can be written: --disk-path DIR"
-        )
+        yield Finding(section, str(asked), f"{error.strerror}", "give a directory that can be written: --disk-path DIR")
         return
     text = f"writes {scaled(rate.write_bytes_per_s, 'B')}/s, reads {scaled(rate.read_bytes_per_s, 'B')}/s"
     slow = "the disk reads slowly: hicache would load more prefixes from a local NVMe drive"
     memory = "" if rate.is_direct else " (a file system in memory, or without O_DIRECT)"
+    where = "" if folder == asked else f", measured in {folder}"
     yield Finding(
         section,
-        str(folder),
-        f"{text}{memory}, free {sized(free)}",
+        str(asked),
+        f"{text}{memory}, free {sized(free)}{where}",
         slow if rate.read_bytes_per_s < _SLOW_BYTES_PER_S else "",
     )
 

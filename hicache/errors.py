@@ -202,12 +202,12 @@ class NoServer(HiCacheError, OSError):
 
     def __init__(self, server: str, reason: str) -> None:
         self.reason = f"no server at {server}: {reason}"
-        super().__init__(f"{self.reason}; give the address that 'hicache serve' prints")
+        super().__init__(f"{self.reason}; give the address of 'hicache serve' or of a vLLM, like 127.0.0.1:8000")
 
 
 class NotOurServer(HiCacheError, ValueError):
-    """The server at the given address is not `hicache serve`."""
+    """The server at the given address is neither `hicache serve` nor vLLM."""
 
     def __init__(self, server: str, reason: str) -> None:
-        self.reason = f"{server} is no hicache server: {reason}"
-        super().__init__(f"{self.reason}; give the address that 'hicache serve' prints")
+        self.reason = f"{server} is neither hicache serve nor vLLM: {reason}"
+        super().__init__(f"{self.reason}; give the address of 'hicache serve' or of a vLLM, like 127.0.0.1:8000")

@@ -30,10 +30,22 @@ def test_the_report_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_path_that_cannot_be_measured_is_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The other parts are reported all the same."""
-    found = json.loads(outcome(capsys, "doctor", "--json", "--disk-path", tmp_path / "none")[1])
+    """A file is no directory. The other parts are reported all the same."""
+    file = tmp_path / "file"
+    file.touch()
+    found = json.loads(outcome(capsys, "doctor", "--json", "--disk-path", file)[1])
     (disk,) = (one for one in found["findings"] if one["section"] == "disk")
     assert "--disk-path" in disk["change"] and len(found["findings"]) > 10
+
+
+def test_a_missing_directory_is_measured_in_its_parent(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """hicache creates the directory of a disk at its start; the doctor creates nothing."""
+    missing = tmp_path / "a" / "b"
+    found = stats(capsys, "doctor", "--disk-path", missing)
+    (disk,) = (one for one in found["findings"] if one["section"] == "disk")
+    assert disk["name"] == str(missing)
+    assert "reads" in disk["value"] and disk["value"].endswith(f", measured in {tmp_path}")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_untested_releases_are_named() -> None:

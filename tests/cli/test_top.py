@@ -85,7 +85,7 @@ ANSWERS += [(200, ""), (200, '{"figures": []}'), (200, '{"figures": {"a": 1}}')]
 def test_another_server_is_one_line(status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """If the server is not hicache's, the command ends with status 2 and one line that names the server."""
     with http_server(status, text) as (host, port):
-        assert f"http://{host}:{port} is no hicache server: " in refused(capsys, "top", f"{host}:{port}")
+        assert f"http://{host}:{port} is neither hicache serve nor vLLM: " in refused(capsys, "top", f"{host}:{port}")
 
 
 def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +116,10 @@ def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFix
 
         thread = threading.Thread(target=greet)
         thread.start()
-        assert f"{url} is no hicache server: " in refused(capsys, "top", url)
+        assert f"{url} is neither hicache serve nor vLLM: " in refused(capsys, "top", url)
         thread.join()
-    assert f"no server at {url}: " in refused(capsys, "top", url)
+    found = refused(capsys, "top", url)
+    assert f"no server at {url}: " in found and "of a vLLM" in found
 
 
 def test_a_vllm_with_hicache_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
