@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import measured
 import pytest
@@ -17,12 +17,16 @@ from programs import output
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "bench/results"
 _NUMBER = re.compile(r"(?<![\w.])\d{1,3}(?: \d{3})*(?:\.\d+)?")
-_ROW = re.compile(r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \| `([\w.]+)` \| `([\w.-]+\.json)` \|$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| \*\*([^*|]+):\*\* ([^|;]+); ([^|]+) \| [^|]+ \| \[`([\w.]+)`\]\(bench/results/([\w.-]+\.json)\) \|$",
+    re.MULTILINE,
+)
 
 
 class Row(NamedTuple):
-    """A row of README's table of measurements: its two cells of figures, and the case that they quote."""
+    """A row of README's table of measurements: its ratio in words, its two sides, and the case that they quote."""
 
+    ratio: str
     measured: str
     compared: str
     case: str
@@ -57,57 +61,84 @@ def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
 
 def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
     """Within 40 lines, and README has at most three tables. Before it are the intended users, the word alpha, and three
-    gains with figures of the table below."""
+    gains with ratio and figures of rows of the table below."""
     lines = README.read_text().splitlines()
     command = lines[:40].index("    make demo")
-    assert any(line.startswith("    identical: yes") for line in lines[:40])
+    picture = next(line for line in lines[command:] if line.startswith("!["))
+    assert picture.endswith("(docs/pictures/demo.svg)")
+    assert ">identical: yes " in (README.parent / "docs/pictures/demo.svg").read_text()
     before = "\n".join(lines[:command])
     assert (
         "Use hicache if" in before
         and "hicache is alpha" in before
         and "downloads" in " ".join(lines[command : command + 5])
     )
-    gains = re.findall(r"^- \*\*.*", before, re.MULTILINE)
-    pairs = {(_NUMBER.findall(row.measured)[0], _NUMBER.findall(row.compared)[0]) for row in table_rows()}
+    gains = re.findall(r"^- \*\*.*(?:\n  .*)*", before, re.MULTILINE)
+    rows = {(row.ratio, _NUMBER.findall(row.measured)[0], _NUMBER.findall(row.compared)[0]) for row in table_rows()}
     assert len(gains) == 3
     for gain in gains:
-        assert pairs & {*itertools.combinations(_NUMBER.findall(gain), 2)}, (
-            f"no row has these figures in this order: {gain}"
-        )
+        ratio = re.findall(r"\d\.\d times as fast", gain)
+        pairs = itertools.combinations(_NUMBER.findall(gain), 2)
+        assert rows & {(*ratio, *pair) for pair in pairs}, f"no row has these figures in this order: {gain}"
     assert sum(line.startswith("|---") for line in lines) <= 3
+
+
+def sides(case: dict[str, Any]) -> tuple[float, float]:
+    """Value and ceiling of a case; of a share, the time to the first token and its floor, from the note."""
+    if case["unit"] != "share":
+        return float(case["value"]), float(case["ceiling"])
+    times = {word: float(number) for word, number in re.findall(r"(\w+) (\d+\.?\d*) ms", case["note"])}
+    return times["token"], max(times["load"], times["compute"])
+
+
+def is_ratio(words: str, value: float, ceiling: float) -> bool:
+    """Whether the words, like "1.6 times as fast" or "31 % more", are the ratio of both sides."""
+    figure, unit, *_ = words.split()
+    ratio = ceiling / value if words.endswith("as fast") else value / ceiling
+    return is_rounded(figure, ratio if unit == "times" else 100 * (ratio - 1))
 
 
 def wrong_rows(text: str) -> list[str]:
     """The cases of rows with a wrong figure. The first measured figure must be the case's value, the first compared one
-    its ceiling. A further figure must be a value, a ceiling or in a note of the file."""
+    its ceiling, and the ratio before them that of both. A further figure must be a value, a ceiling or in a note of the
+    file."""
     wrong = []
     for row in table_rows(text):
         cases = json.loads((RESULTS / row.file).read_text())["cases"]
         (case,) = (case for case in cases if case["name"] == row.case)
+        value, ceiling = sides(case)
         known = [float(case[key]) for case in cases for key in ("value", "ceiling") if case.get(key) is not None]
         known += [float(number) for case in cases for number in re.findall(r"\d+\.?\d*", case.get("note") or "")]
-        for cell, key in ((row.measured, "value"), (row.compared, "ceiling")):
-            first, *others = _NUMBER.findall(cell)
-            if not is_rounded(first, float(case[key])) or not all(
-                any(is_rounded(figure, value) for value in known) for figure in others
-            ):
-                wrong.append(row.case)
+        figures = [_NUMBER.findall(side) for side in (row.measured, row.compared)]
+        further = [figure for side in figures for figure in side[1:]]
+        if (
+            not is_ratio(row.ratio, value, ceiling)
+            or not is_rounded(figures[0][0], value)
+            or not is_rounded(figures[1][0], ceiling)
+            or not all(any(is_rounded(figure, number) for number in known) for figure in further)
+        ):
+            wrong.append(row.case)
     return wrong
 
 
 def test_a_row_quotes_the_value_and_the_ceiling_of_its_case() -> None:
-    """Each of the eight rows names a file of results and a case there. An exchange of its cells, or of their first
-    figures, is found."""
+    """Each of the eight rows names a file of results and a case there. An exchange of its sides, or of their first
+    figures, is found, and so is a wrong ratio."""
     text, rows = README.read_text(), table_rows()
-    assert len(rows) == text.count(".json` |\n") == 8
+    assert len(rows) == text.count(".json) |\n") == 8
     assert wrong_rows(text) == []
     for row in rows:
-        cells = f"| {row.measured} | {row.compared} |"
+        result = f"{row.ratio}:** {row.measured}; {row.compared}"
         figures = _NUMBER.findall(row.measured)[0], _NUMBER.findall(row.compared)[0]
-        measured_cell = row.measured.replace(figures[0], figures[1], 1)
-        compared_cell = row.compared.replace(figures[1], figures[0], 1)
-        for exchanged in (f"| {row.compared} | {row.measured} |", f"| {measured_cell} | {compared_cell} |"):
-            assert set(wrong_rows(text.replace(cells, exchanged))) == {row.case}
+        measured_side = row.measured.replace(figures[0], figures[1], 1)
+        compared_side = row.compared.replace(figures[1], figures[0], 1)
+        for exchanged in (
+            f"{row.ratio}:** {row.compared}; {row.measured}",
+            f"{row.ratio}:** {measured_side}; {row.compared}",
+            f"{row.ratio}:** {row.measured}; {compared_side}",
+            f"1{row.ratio}:** {row.measured}; {row.compared}",
+        ):
+            assert set(wrong_rows(text.replace(result, exchanged))) == {row.case}
 
 
 def test_a_row_is_the_first_one_whose_file_has_all_its_cases(tmp_path: Path) -> None:
@@ -120,15 +151,26 @@ def test_a_row_is_the_first_one_whose_file_has_all_its_cases(tmp_path: Path) -> 
         note = f"hicache, 119 to 121 in 3 runs, over {side}, 1 to 2 in {runs} runs"
         report.case(f"servers.vllm.agents.over_{side}.64", [120.0], "s", better="lower", ceiling=seconds, note=note)
     report.write(tmp_path)
-    sides = "165.2 with vLLM's lazy CPU tier, 170.0 with vLLM's CPU tier, 172.0 without a tier"
-    case = "`servers.vllm.agents.over_lazy.64` | `servers-nvidia-h200.json` |"
-    assert measured.measured_table(tmp_path)[2].endswith(f", medians of 2 runs of each | 120.0 s | {sides} | {case}")
+    others = "165.2 s with vLLM's lazy CPU tier, 170.0 with vLLM's CPU tier, 172.0 without a tier"
+    source = "[`servers.vllm.agents.over_lazy.64`](bench/results/servers-nvidia-h200.json) |"
+    row = measured.measured_table(tmp_path)[0]
+    assert row.startswith(f"| **1.4 times as fast:** 120.0 s; {others} |")
+    assert row.endswith(f", medians of 2 runs of each | {source}")
     note = "hicache, 119 to 121 in 3 runs, over lmcache, 150 to 150 in 1 runs"
     name = "servers.vllm.agents.over_lmcache.64"
     report.case(name, [120.0], "s", better="lower", ceiling=150.0, note=note)
     report.write(tmp_path)
-    sides += ", 150.0 with LMCache"
-    assert measured.measured_table(tmp_path)[2].endswith(f", one run of each | 120.0 s | {sides} | {case}")
+    row = measured.measured_table(tmp_path)[0]
+    assert f"; {others}, 150.0 with LMCache |" in row and row.endswith(f", one run of each | {source}")
     (tmp_path / "serving-nvidia-h200.json").unlink()
     with pytest.raises(LookupError, match=r"serving\.ttft\.host"):
         measured.measured_table(tmp_path)
+
+
+def test_a_ratio_is_in_words_that_say_which_side_is_better() -> None:
+    report = Report("servers", "cpu", {}, "", "", "")
+    report.case("faster", [2.0], "s", better="lower", ceiling=3.0)
+    report.case("slower", [3.0], "s", better="lower", ceiling=2.0)
+    report.case("more", [131.0], "tokens", better="higher", ceiling=100.0)
+    words = [measured.conclusion(case) for case in report.cases]
+    assert words == ["1.5 times as fast", "50 % slower", "31 % more"]

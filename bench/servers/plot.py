@@ -1,5 +1,5 @@
-"""Plots the makespan of each mode over CPU memory, from the runs of a result file of `servers`. Needs matplotlib: the
-extra `replay`. `hicache bench plot FILE FOLDER` writes a light and a dark picture."""
+"""Plots the makespan of each mode and size of CPU memory, from the runs of a result file of `servers`. Needs
+matplotlib: the extra `replay`. `hicache bench plot FILE FOLDER` writes a light and a dark picture."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from hicache.bench.servers.runs import Run
 Points = dict[float, list[float]]  # GiB: seconds of each run
 
 LABELS = {
-    "none": "no offloading",
-    "cpu": "vLLM, CPU tier",
-    "lazy": "vLLM, lazy CPU tier",
+    "none": "no CPU tier",
+    "cpu": "vLLM's CPU tier",
+    "lazy": "vLLM's lazy CPU tier",
     "lmcache": "LMCache",
-    "raw": "hicache, unpacked",
-    "hicache": "hicache",
+    "raw": "HiCacheConnector, unpacked",
+    "hicache": "HiCacheConnector",
 }
-_COLOURS = dict(zip(LABELS, ("#888888", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#0072B2"), strict=True))
-_THEMES = {"light": ("white", "#222222"), "dark": ("#0d1117", "#e6edf3")}  # background, text
+_TITLE = "320 turns of agents under vLLM, one H200: seconds until the last answer"
+_OTHERS = ("#6b7480", "#8f98a3", "#b4bcc6", "#d8b4c8")  # of the modes before hicache's, readable on both backgrounds
+_THEMES = {  # background, text, colours of hicache's modes
+    "light": ("white", "#1b1f24", ("#56b4e9", "#0072b2")),
+    "dark": ("#161b22", "#e6edf3", ("#9cc9e8", "#56b4e9")),
+}
 
 
 def makespans(report: Report) -> dict[str, Points]:
@@ -42,33 +46,50 @@ def write_plots(report: Report, folder: Path) -> list[Path]:
         raise BenchUnavailable("the file has no runs of agents under vLLM with a CPU tier")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"makespan-{theme}.png" for theme in _THEMES]
-    for path, (background, text) in zip(paths, _THEMES.values(), strict=True):
-        _draw(found, background, text, path)
+    for path, (background, text, own) in zip(paths, _THEMES.values(), strict=True):
+        _draw(found, background, text, dict(zip(LABELS, _OTHERS + own, strict=True)), path)
     return paths
 
 
-def _draw(found: Mapping[str, Points], background: str, text: str, path: Path) -> None:
+def _draw(found: Mapping[str, Points], background: str, text: str, colours: Mapping[str, str], path: Path) -> None:
+    """Draw a group of bars for each size, and a bar for each mode in it: the median, with the range of the runs."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
         raise BenchUnavailable("plots need matplotlib of hicache[replay]: pip install '.[replay]'") from None
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style = {**mpl.rcParamsDefault, **dict.fromkeys(names, text), "axes.facecolor": background}
-    sizes = sorted({size for points in found.values() for size in points if size})
+    style = {**mpl.rcParamsDefault, **dict.fromkeys(names, text), "axes.facecolor": background, "font.size": 12}
+    sizes = sorted({size for points in found.values() for size in points})
     with mpl.rc_context(style):  # ignores the user's matplotlibrc
         figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor=background)
         axes = figure.subplots()
-        for mode, points in found.items():
-            medians = [percentile(seconds, 50) for seconds in points.values()]
-            about: dict[str, Any] = {"color": _COLOURS[mode], "label": LABELS[mode]}
-            if mode == "none":
-                axes.axhline(medians[0], linestyle="--", **about)
-                continue
-            below = [median - min(seconds) for median, seconds in zip(medians, points.values(), strict=True)]
-            above = [max(seconds) - median for median, seconds in zip(medians, points.values(), strict=True)]
-            axes.errorbar(list(points), medians, yerr=[below, above], marker="o", capsize=3, **about)
-        axes.set(xlabel="CPU memory, GiB", ylabel="makespan, s", ylim=(0, None), xticks=sizes)
-        axes.grid(alpha=0.3)
-        axes.legend(facecolor=background, edgecolor=background)
+        position, ticks, labelled = 0.0, [], set()
+        for size in sizes:
+            modes = [mode for mode, points in found.items() if size in points]
+            ticks.append(position + (len(modes) - 1) / 2)
+            for mode in modes:
+                seconds = found[mode][size]
+                median = percentile(seconds, 50)
+                label = None if mode in labelled else LABELS[mode]
+                [bar] = axes.bar(position, median, width=0.86, color=colours[mode], label=label)
+                if min(seconds) < max(seconds):
+                    about: dict[str, Any] = {"color": text, "capsize": 3}
+                    axes.errorbar(position, median, [[median - min(seconds)], [max(seconds) - median]], **about)
+                weight = "bold" if mode == "hicache" else "normal"
+                axes.annotate(
+                    f"{median:.1f}", (bar.get_x() + bar.get_width() / 2, max(seconds)), (0, 3), ha="center",
+                    textcoords="offset points", weight=weight,
+                )  # fmt: skip
+                labelled.add(mode)
+                position += 1
+            position += 0.6
+        axes.set_xticks(ticks, [f"{size:g} GiB of CPU memory" if size else "no CPU tier" for size in sizes])
+        axes.tick_params(axis="x", length=0)
+        axes.set_yticks([])
+        axes.margins(y=0.35)  # for the legend
+        for side in ("top", "left", "right"):
+            axes.spines[side].set_visible(False)
+        axes.set_title(_TITLE, loc="left", fontsize=12, weight="bold")
+        axes.legend(loc="upper left", ncols=2, frameon=False)
         figure.savefig(path, dpi=150, metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""Charts of the result files, as SVG: `make tables` writes them into docs/pictures/.
+"""Charts of the result files and the picture of the demo, as SVG: `make tables` writes them into docs/pictures/.
 
 A chart compares the measured bar of each case with the other side of the case, its ceiling. A chart has one light and
 one dark palette, and the viewer's setting chooses. Text has no font of its own.
@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hicache.bench.common import Case, Report, percentile, read_report
+from hicache.bench.common import Case, Report, read_report
 from hicache.bench.machine import RESULTS
-from hicache.bench.servers.plot import LABELS, makespans
 
 PICTURES = Path(__file__).resolve().parent.parent / "pictures"
-RELEASE = "servers-nvidia-h200.json"  # of the runs over several sizes of CPU memory
 _WIDTH, _LABEL_WIDTH, _ROW, _BAR = 760, 300, 40, 14  # pixels of the drawing
 _STYLE = """
-  .card { fill: #ffffff; stroke: #d5dae0 } text { fill: #1b1f24 } .dim { fill: #59636e } .grid { stroke: #d5dae0 }
-  .own { fill: #0072b2 } .other { fill: #b4bcc6 } .line { fill: none; stroke-width: 2.5 }
+  .card { fill: #ffffff; stroke: #d5dae0 } text { fill: #1b1f24 } .dim { fill: #59636e }
+  .own { fill: #0072b2 } .other { fill: #b4bcc6 }
   @media (prefers-color-scheme: dark) {
-    .card { fill: #161b22; stroke: #363c43 } text { fill: #e6edf3 } .dim { fill: #9aa4af } .grid { stroke: #363c43 }
+    .card { fill: #161b22; stroke: #363c43 } text { fill: #e6edf3 } .dim { fill: #9aa4af }
     .own { fill: #56b4e9 } .other { fill: #57606a }
   }
 """
-_LINES = ("#8a929b", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#0072b2")  # of modes, readable on both palettes
 
 
 @dataclass(frozen=True)
@@ -180,14 +177,14 @@ CHARTS = (
         "servers-vllm-nvidia-h100-80gb-hbm3.json", is_less_better=True,
     ),
     Chart(
-        "agents", "320 turns of agents under vLLM 0.32, one H200, GPU cache not capped", "s",
+        "agents", "320 turns of agents under vLLM 0.32 with HiCacheConnector, one H200", "s",
         (
             Row("32 GiB", "servers.vllm.agents.over_lazy.32", other="vLLM's lazy CPU tier"),
             Row("64 GiB", "servers.vllm.agents.over_lazy.64", other="vLLM's lazy CPU tier"),
             Row("64 GiB", "servers.vllm.agents.over_cpu.64", other="vLLM's CPU tier"),
             Row("64 GiB", "servers.vllm.agents.over_none.64", other="no tier"),
         ),
-        RELEASE, is_less_better=True,
+        "servers-nvidia-h200.json", is_less_better=True,
     ),
     Chart(
         "sessions", "300 turns of coding agents under vLLM 0.32, GPU cache capped at 81 920 tokens", "s",
@@ -213,19 +210,31 @@ CHARTS = (
 def charts(results: Path = RESULTS) -> dict[str, str]:
     """Return the SVG of each chart by the name of its file."""
     drawn = {f"measured-{chart.name}.svg": _bars(chart, results) for chart in CHARTS}
-    return drawn | {"makespan.svg": makespan_chart(results)}
+    return drawn | {"demo.svg": terminal("hicache demo", demo_output())}
 
 
-def makespan_chart(results: Path = RESULTS) -> str:
-    """Return the chart of README: makespan over CPU memory for each mode, if a result file has runs of agents with
-    several sizes; else the makespan of one size."""
-    file = results / RELEASE
-    found = makespans(read_report(file)) if file.exists() else {}
-    if len({size for points in found.values() for size in points if size}) > 1:
-        return lines(found, "320 turns of coding agents under vLLM 0.32, one H200")
-    sessions = next(chart for chart in CHARTS if chart.name == "sessions")
-    title = "300 turns of coding agents under vLLM 0.32"
-    return _bars(Chart("makespan", title, "s", sessions.rows[:4], "", is_less_better=True), results)
+def demo_output() -> list[str]:
+    """Return the lines of the demo's output, from the first block of output in docs/start.md."""
+    return (PICTURES.parent / "start.md").read_text().partition("```text\n")[2].partition("```")[0].splitlines()
+
+
+def terminal(command: str, output: Sequence[str]) -> str:
+    """Return a picture of a terminal, dark on every page, with a command and its output."""
+    rows = [f"$ {command}", *output]
+    width, height = 48 + round(7.83 * max(map(len, rows))), 64 + 19 * len(rows)
+    colours = ("#ff5f58", "#ffbd2e", "#18c132")
+    dots = [f'<circle cx="{24 + 20 * index}" cy="22" r="6" fill="{fill}"/>' for index, fill in enumerate(colours)]
+    texts = [
+        f'<text x="24" y="{60 + 19 * index}" fill="{"#7ee787" if row.startswith("identical") else "#c9d1d9"}">'
+        f"{escape(row)}</text>"
+        for index, row in enumerate(rows)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="13">\n'
+        f"<title>{escape(command)}</title>\n<style>text {{ white-space: pre }}</style>\n"
+        f'<rect width="{width}" height="{height}" rx="8" fill="#161b22"/>\n' + "\n".join([*dots, *texts, "</svg>\n"])
+    )
 
 
 def _cases(rows: Sequence[Row], default: str, results: Path) -> Iterator[tuple[Row, Case]]:
@@ -266,48 +275,6 @@ def _bars(chart: Chart, results: Path) -> str:
     return _svg(height, chart.title, parts)
 
 
-def lines(found: Mapping[str, Mapping[float, Sequence[float]]], title: str) -> str:
-    """Return a chart of the median makespan of each mode over GiB of CPU memory. `none` is a line at its one point."""
-    height, left, bottom = 420, 70, 340
-    medians = {
-        mode: {size: percentile(seconds, 50) for size, seconds in points.items()} for mode, points in found.items()
-    }
-    sizes = sorted({size for points in medians.values() for size in points if size})
-    top = _rounded(max(value for points in medians.values() for value in points.values()))
-    right = _WIDTH - 190
-
-    def x(size: float) -> float:
-        return left + (right - left) * (size - sizes[0]) / (sizes[-1] - sizes[0])
-
-    def y(value: float) -> float:
-        return bottom - (bottom - 70) * value / top
-
-    parts = [_heading(title, "makespan in seconds over CPU memory in GiB; lower is better")]
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        at = y(share * top)
-        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(_text(left - 8, at + 4, _number(share * top), 12, "end", "dim"))
-    parts += [_text(x(size), bottom + 20, f"{size:g} GiB", 12, "middle", "dim") for size in sizes]
-    ends = sorted((y(points[max(points)]), mode) for mode, points in medians.items())
-    label_y = 0.0
-    for at, mode in ends:
-        label_y = max(at, label_y + 16)
-        points, colour = medians[mode], _LINES[[*LABELS].index(mode)]
-        if mode == "none":
-            points, dash = dict.fromkeys((sizes[0], sizes[-1]), points[0]), ' stroke-dasharray="6 5"'
-        else:
-            dash = ""
-        path = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in points.items())
-        parts.append(f'<polyline class="line" stroke="{colour}"{dash} points="{path}"/>')
-        parts += [
-            f'<circle cx="{x(size):.1f}" cy="{y(value):.1f}" r="3.5" fill="{colour}"/>'
-            for size, value in points.items()
-        ]
-        parts.append(f'<rect x="{right + 10}" y="{label_y - 6:.1f}" width="10" height="10" rx="2" fill="{colour}"/>')
-        parts.append(_text(right + 26, label_y + 4, LABELS[mode], 13))
-    return _svg(height, title, parts)
-
-
 def _text(x: float, y: float, text: str, size: int, anchor: str = "start", colour: str = "") -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
     return f'<text class="{colour}" {place}>{escape(text)}</text>' if text else ""
@@ -334,16 +301,6 @@ def _svg(height: int, title: str, parts: Sequence[str]) -> str:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n"
         f'<rect class="card" x="1" y="1" width="{_WIDTH - 2}" height="{height - 2}" rx="10"/>\n{body}\n</svg>\n'
     )
-
-
-def _rounded(value: float) -> float:
-    """The next of some round numbers times a power of ten."""
-    power = 1.0
-    while power * 10 <= value:
-        power *= 10
-    while power > value:
-        power /= 10
-    return next(step * power for step in (1, 1.5, 2, 3, 4, 6, 8, 10) if step * power >= value)
 
 
 def _number(value: float) -> str:

@@ -1,8 +1,9 @@
 """README's table of measurements, from the files in bench/results/.
 
-A row quotes one case: its value, and its ceiling, the value of the other side. The words of further figures come from
-the names of their cases, so that no two sides can be exchanged. A row has alternatives: the first one whose file has
-all of its cases is shown. So figures of a release replace older ones when their files are there.
+A row quotes one case: its value, its ceiling, which is the value of the other side, and before both their ratio in
+words. The words of further figures come from the names of their cases, so that no two sides can be exchanged. A row has
+alternatives: the first one whose file has all of its cases is shown. So figures of a release replace older ones when
+their files are there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _SIDES = {
 class Row:
     """A row. `measured` and `compared` are formats of the case's `value` and `ceiling`, and of numbers in its note by
     the word before them; if `compared` is "", its words come from the case's name. `others`: cases whose ceilings
-    follow. `{runs}` in `what` becomes the fewest runs of a side of these cases, by their notes."""
+    follow. `{runs}` in `what` becomes the fewest runs of a side of these cases, by their notes. `conclusion`: words
+    after the ratio, if "" those of a time or of an amount."""
 
     what: str
     case: str
@@ -39,18 +41,34 @@ class Row:
     measured: str
     compared: str = ""
     others: tuple[str, ...] = ()
+    conclusion: str = ""
 
-    def cells(self, cases: dict[str, Case]) -> list[str]:
+    def cells(self, cases: dict[str, Case], folder: str) -> list[str]:
+        """Result, workload, and a link to the file in `folder`."""
         case = cases[self.case]
         assert case.ceiling is not None
         notes = {word: float(number) for word, number in re.findall(r"([a-z]+) (\d+\.?\d*)", case.note)}
         form = re.sub("value", "ceiling", self.measured.partition("}")[0]) + "}"
-        compared = self.compared or f"{form} {_side(self.case)}"
-        cells = [self.measured.format(value=case.value, **notes), compared.format(ceiling=case.ceiling, **notes)]
-        cells[1] += "".join(f", {form.format(ceiling=cases[name].ceiling)} {_side(name)}" for name in self.others)
+        compared = self.compared or f"{self.measured.replace('value', 'ceiling')} {_side(self.case)}"
+        compared = compared.format(ceiling=case.ceiling, **notes)
+        compared += "".join(f", {form.format(ceiling=cases[name].ceiling)} {_side(name)}" for name in self.others)
         runs = _runs([cases[name].note for name in (self.case, *self.others)]) if "{runs}" in self.what else ""
-        what = self.what.replace("{runs}", runs)
-        return [what, *(_grouped(cell) for cell in cells), f"`{self.case}`", f"`{self.file}`"]
+        measured = self.measured.format(value=case.value, **notes)
+        result = f"**{conclusion(case, self.conclusion)}:** {_grouped(f'{measured}; {compared}')}"
+        return [result, self.what.replace("{runs}", runs), f"[`{self.case}`]({folder}/{self.file})"]
+
+
+def conclusion(case: Case, words: str = "") -> str:
+    """Return the ratio of a case's value to its ceiling in words. `words` follow a percentage by which the ceiling is
+    better."""
+    assert case.ceiling is not None
+    if words:
+        return f"{case.ceiling / case.value - 1:.0%} {words}".replace("%", " %")
+    if case.better == "higher":
+        return f"{case.value / case.ceiling - 1:.0%} more".replace("%", " %")
+    if case.value < case.ceiling:
+        return f"{case.ceiling / case.value:.1f} times as fast"
+    return f"{case.value / case.ceiling - 1:.0%} slower".replace("%", " %")
 
 
 def _runs(notes: Sequence[str]) -> str:
@@ -68,28 +86,14 @@ def _grouped(cell: str) -> str:
 
 
 _AGENTS = (
-    "40 sessions of agents, 320 turns, 16 clients, vLLM 0.32 with `HiCacheConnector` of 64 GiB, one H200, GPU cache "
-    "not capped, {runs} of each"
+    "40 sessions of agents, 320 turns, 16 clients, vLLM 0.32 with `HiCacheConnector` of 64 GiB and no disk, one H200, "
+    "its full GPU cache, {runs} of each"
 )
 _ON_DISK = "12 sessions of agents, 16 clients, vLLM 0.32 with `HiCacheConnector` of 16 GiB and a disk, one H200"
 _PACKED = "packed pages of 64 tokens, host to device, one"
-_COPY = "{ceiling:.1f} for a plain pinned copy, {packing:.1f} without packing"
+_COPY = "{ceiling:.1f} with a plain pinned copy, {packing:.1f} without packing"
 _CAPPED = "GPU cache capped at 81 920 tokens, one run"
 ROWS: tuple[tuple[Row, ...], ...] = (
-    tuple(
-        Row(f"{_PACKED} {gpu}", "packed.load.contiguous", file, "{value:.1f} GB/s of raw bytes", _COPY)
-        for gpu, file in (("H200", "packed-nvidia-h200.json"), ("H100", "packed-nvidia-h100-80gb-hbm3.json"))
-    ),
-    (
-        Row(
-            "first token behind 32k tokens on the host, 8B geometry, one H200",
-            "serving.ttft.host.prefix32768",
-            "serving-nvidia-h200.json",
-            "{value:.2f} ({token:.0f} ms)",
-            "{ceiling:.1f} would be the slower of a plain copy of their KV ({load:.0f} ms) and of computing the rest "
-            "({compute:.0f} ms)",
-        ),
-    ),
     tuple(
         Row(
             _AGENTS,
@@ -99,6 +103,42 @@ ROWS: tuple[tuple[Row, ...], ...] = (
             others=tuple(f"servers.vllm.agents.over_{mode}.64" for mode in others),
         )
         for others in (("cpu", "none", "lmcache"), ("cpu", "none"))
+    ),
+    (
+        Row(
+            "first token of 98k tokens after a restart, from the disk of the machine, one H200",
+            "both.restart",
+            "both-nvidia-h200.json",
+            "{value:.2f} s",
+            "{ceiling:.2f} s computed",
+        ),
+        Row(
+            "documents of 32k tokens after a restart, files on a tmpfs, vLLM 0.32 with `HiCacheOffloadingSpec` and a "
+            "disk, one H200",
+            "servers.vllm.tokens32768.restart.over_fs",
+            "servers-vllm-tokens32768-fs-hicache-nvidia-h200.json",
+            "{value:.0f} ms",
+        ),
+    ),
+    tuple(
+        Row(
+            "first token of 98k tokens, computed and loaded at once, from a store as fast as computing, one H200",
+            "both.equal.98k",
+            file,
+            "{value:.2f} s",
+            "{ceiling:.2f} s if all is computed, {load:.2f} if all is loaded",
+        )
+        for file in ("both-nvidia-h200.json", "both-rates-eight-nvidia-h200.json")
+    ),
+    (
+        Row(
+            "first token behind 32k tokens in CPU memory, own server, 8B model of random weights, one H200",
+            "serving.ttft.host.prefix32768",
+            "serving-nvidia-h200.json",
+            "{token:.0f} ms",
+            "{load:.0f} ms is the floor, a plain copy of the KV",
+            conclusion="above the floor",
+        ),
     ),
     (
         Row(
@@ -114,46 +154,24 @@ ROWS: tuple[tuple[Row, ...], ...] = (
             "servers.vllm.sessions.disk.c8",
             "servers-vllm-sessions-gate-nvidia-h100-80gb-hbm3.json",
             "{value:.1f} s",
-            "{ceiling:.1f} if every prefix is loaded",
-        ),
-    ),
-    (
-        Row(
-            "first token of 98k tokens after a restart, from the disk of the machine, one H200",
-            "both.restart",
-            "both-nvidia-h200.json",
-            "{value:.2f} s",
-            "{ceiling:.2f} computed",
-        ),
-        Row(
-            "documents of 32k tokens after a restart, files on a tmpfs, vLLM 0.32 with `HiCacheOffloadingSpec` and a "
-            "disk, one H200",
-            "servers.vllm.tokens32768.restart.over_fs",
-            "servers-vllm-tokens32768-fs-hicache-nvidia-h200.json",
-            "{value:.0f} ms",
+            "{ceiling:.1f} if every prefix is loaded and none is recomputed",
         ),
     ),
     tuple(
-        Row(f"tokens in a GiB, {gpu}", "packed.capacity.host", file, "{value:.0f}", "{ceiling:.0f} unpacked")
+        Row(f"{_PACKED} {gpu}", "packed.load.contiguous", file, "{value:.1f} GB/s of raw bytes", _COPY)
+        for gpu, file in (("H200", "packed-nvidia-h200.json"), ("H100", "packed-nvidia-h100-80gb-hbm3.json"))
+    ),
+    tuple(
+        Row(f"tokens in a GiB, {gpu}", "packed.capacity.host", file, "{value:.0f} tokens", "{ceiling:.0f} unpacked")
         for gpu, file in (
             ("one H200", "packed-nvidia-h200.json"),
             ("keys and values of SmolLM2-135M", "packed-nvidia-h100-80gb-hbm3.json"),
         )
     ),
-    tuple(
-        Row(
-            "first token of 98k tokens, computed and loaded at once from a store as fast as computing, one H200",
-            "both.equal.98k",
-            file,
-            "{value:.2f} s",
-            "{ceiling:.2f} if all is computed, {load:.2f} if all is loaded",
-        )
-        for file in ("both-nvidia-h200.json", "both-rates-eight-nvidia-h200.json")
-    ),
     (
         Row(
-            "the worst loss: 40 turns of coding agents that fit the device, 8 clients, SGLang 0.5.23 with HiCache and "
-            "`HiCacheDisk`, one H100, one run",
+            "**the worst loss**: 40 turns of coding agents that fit GPU memory, 8 clients, SGLang 0.5.23 with HiCache "
+            "and `HiCacheDisk`, one H100, one run",
             "servers.sglang.sessions.disk.over_none",
             "servers-sglang-sessions-one-nvidia-h100-80gb-hbm3.json",
             "{value:.1f} s",
@@ -163,15 +181,16 @@ ROWS: tuple[tuple[Row, ...], ...] = (
 )
 
 
-def measured_table(results: Path = RESULTS) -> list[str]:
-    """The rows of the table, without its header. Raises LookupError if a row has no file with its cases."""
-    return [f"| {' | '.join(_cells(row, results))} |" for row in ROWS]
+def measured_table(results: Path = RESULTS, folder: str = "bench/results") -> list[str]:
+    """The rows of the table, without its header, with links to files in `folder`. Raises LookupError if a row has no
+    file with its cases."""
+    return [f"| {' | '.join(_cells(row, results, folder))} |" for row in ROWS]
 
 
-def _cells(alternatives: Sequence[Row], results: Path) -> list[str]:
+def _cells(alternatives: Sequence[Row], results: Path, folder: str) -> list[str]:
     for row in alternatives:
         if (results / row.file).exists():
             cases = {case.name: case for case in read_report(results / row.file).cases}
             if {row.case, *row.others} <= cases.keys():
-                return row.cells(cases)
+                return row.cells(cases, folder)
     raise LookupError(f"no file in {results} has {alternatives[-1].case}")

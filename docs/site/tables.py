@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from charts import PICTURES, charts, lines  # noqa: F401
+from charts import PICTURES, charts
 from measured import measured_table
 
 from hicache import DiskConfig, EngineConfig, RemoteConfig, build_engine
@@ -48,7 +48,14 @@ _PREFIXES = {cls.__name__: f"{section}." for section, cls in SECTIONS.items() if
 
 _REPOSITORY = re.compile(r"https://github\.com/[\w.-]+/hicache\b")
 # Files that name the address of the repository, which pyproject.toml declares as `Repository`.
-ADDRESSED = ("pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml", "deploy/alerts.yaml")
+ADDRESSED = (
+    "pyproject.toml",
+    "README.md",
+    "docs/start.md",
+    "CITATION.cff",
+    ".github/ISSUE_TEMPLATE/config.yml",
+    "deploy/alerts.yaml",
+)
 ALERTS, RULES = ROOT / "deploy/alerts.yaml", ROOT / "deploy/kubernetes/rules.yaml"
 
 
@@ -73,7 +80,8 @@ def filled(page: str) -> str:
 def main() -> None:
     sys.path.append(str(ROOT / "tests" / "support"))
     changed = {path: filled(path.read_text()) for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
-    changed |= {path: addressed(path.read_text()) for path in (ROOT / name for name in ADDRESSED)}
+    for path in (ROOT / name for name in ADDRESSED):
+        changed[path] = addressed(changed.get(path) or path.read_text())
     changed[RULES] = rules(changed[ALERTS])
     changed |= {PICTURES / name: svg for name, svg in charts().items()}
     for path, now in changed.items():
@@ -191,8 +199,10 @@ def _usage(flag: argparse.Action) -> str:
     return f"{name} {flag.metavar or ','.join(flag.choices or ()) or value}"
 
 
-def _measured_table(_: str) -> str:
-    return _table("| | measured | compared with | case | file in `bench/results/` |", measured_table())
+def _measured_table(page: str) -> str:
+    """README's table, or the same with links from a page of docs/."""
+    folder = "../bench/results" if page else "bench/results"
+    return _table("| result | workload | case and file |", measured_table(folder=folder))
 
 
 _TABLES: dict[str, Callable[[str], str]] = {
