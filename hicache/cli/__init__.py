@@ -149,8 +149,8 @@ _COMMANDS = {
         "the JSON of vLLM's flag for a CPU tier and a disk",
         "Print the value of vLLM's flag --kv-transfer-config for a CPU tier of hicache, with or without a disk.",
         examples=(
-            "hicache vllm-config --cpu 64GB --disk /nvme:500GB",
-            'vllm serve MODEL --kv-transfer-config "$(hicache vllm-config --cpu 64GB)"',
+            "hicache vllm-config --cpu 64GB --chunk-blocks 4 --disk /nvme:500GB",
+            'vllm serve MODEL --kv-transfer-config "$(hicache vllm-config --cpu 64GB --chunk-blocks 4)"',
         ),
     ),
     "config": _Command(
