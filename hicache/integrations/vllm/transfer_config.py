@@ -39,8 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-file", default="", metavar="FILE", help="key that encrypts pages on disk")
     parser.add_argument(
         "--chunk-blocks", type=as_flag(Integer("blocks", 1, 1 << 16)), metavar="NUMBER",
-        help="vLLM blocks of a chunk, the unit of copies and disk operations (default 1); 4 if blocks have 16 tokens, as "
-        "on most GPUs; 1 for hybrid models",
+        help="vLLM blocks of a chunk, the unit of copies and disk operations (default 1); 4 if blocks have 16 tokens, "
+        "as on most GPUs; 1 for hybrid models",
     )  # fmt: skip
     parser.add_argument(
         "--plugin", choices=[*_CONNECTORS], default="connector",
