@@ -67,16 +67,23 @@ class AdvancedConfig:
     measurements."""
 
     transfer_chunk_tokens: Annotated[int, Tokens("maximum size of one copy from device to host")] = 8192
-    staging_bytes: Annotated[int, Size("device memory between copy engine and kernels", 1 << 16)] = 256 << 20
+    staging_bytes: Annotated[
+        int, Size("device memory that buffers copied pages between copy engine and kernels", 1 << 16)
+    ] = 256 << 20
     disk_reader_threads: Annotated[int, Integer("threads that read from the disk", 1, 256, unit="threads")] = 4
-    disk_queue_jobs: Annotated[int, Integer("maximum number of queued reads, and writes", 1, unit="jobs")] = 1024
+    disk_queue_jobs: Annotated[int, Integer("maximum number of queued reads, and of writes", 1, unit="jobs")] = 1024
     disk_io_timeout_s: Annotated[
-        float, Number("an operation that takes longer marks the disk as stalled", 1e-3, MAX_S, unit="seconds")
+        float,
+        Number(
+            "maximum duration of a disk operation; a longer one marks the disk as stalled", 1e-3, MAX_S, unit="seconds"
+        ),
     ] = 10.0
     disk_reopen_backoff_s: Annotated[
-        float, Number("delay before a failed disk is tried again; doubles each time", 1e-3, MAX_S, unit="seconds")
+        float, Number("delay before a failed disk is tried again; doubles per failure", 1e-3, MAX_S, unit="seconds")
     ] = 1.0
-    disk_max_reopen_backoff_s: Annotated[float, Number("maximum of that delay", 1e-3, MAX_S, unit="seconds")] = 300.0
+    disk_max_reopen_backoff_s: Annotated[
+        float, Number("maximum of disk_reopen_backoff_s", 1e-3, MAX_S, unit="seconds")
+    ] = 300.0
     kv_events_queue_blocks: Annotated[
         int, Integer("maximum blocks of queued KV events; further events are dropped and counted", 1, unit="blocks")
     ] = 65536
@@ -119,19 +126,22 @@ class EngineConfig:
     host_bytes: Annotated[
         int | Auto | Free,
         Size(
-            "CPU memory of the host tier, like 8GiB; free: the free memory, less an eighth; 0: no host tier",
+            "CPU memory of the host tier, like 8GiB; free: seven eighths of the free memory; 0: no host tier",
             keyword="free",
-            computed_from="twice the device tier, half of the available memory, and 32 GiB where it is pinned for CUDA",
+            computed_from="the least of: twice the device tier, half of the available memory, and (on CUDA) 32 GiB",
         ),
     ] = "auto"
-    page_size: Annotated[int, Tokens("device page, a divisor of host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
-    host_page_size: Annotated[int, Tokens("host page, the unit of matching, backup and disk", 1, _MAX_PAGE_TOKENS)] = 64
-    max_requests: Annotated[
-        int, Integer("requests that run at a time", 1, 1 << 20, unit="requests", has_flag=False)
+    page_size: Annotated[int, Tokens("tokens of a device page, a divisor of host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
+    host_page_size: Annotated[
+        int, Tokens("tokens of a host page: unit of matching, backup, disk", 1, _MAX_PAGE_TOKENS)
     ] = 64
-    max_context_len: Annotated[int, Tokens("length of the longest sequence")] = 131072
+    max_requests: Annotated[
+        int,
+        Integer("maximum number of requests that run at the same time", 1, 1 << 20, unit="requests", has_flag=False),
+    ] = 64
+    max_context_len: Annotated[int, Tokens("maximum length of a sequence, prompt and answer")] = 131072
     prefill_chunk_tokens: Annotated[
-        int, Tokens("prompt tokens of one forward pass, for window_tokens", has_flag=False)
+        int, Tokens("maximum prompt tokens of one forward pass; window_tokens is computed from it", has_flag=False)
     ] = 8192
     device: Annotated[str, Text("cpu, cuda or cuda:1")] = "cpu"
     dtype: Annotated[str, Choice("dtype of keys and values", ("auto", *_DTYPES), computed_from="the model's dtype")] = (
@@ -140,14 +150,15 @@ class EngineConfig:
     enable_memory_saver: Annotated[
         bool,
         Switch(
-            "allocate pools and request table in the region kv_cache of torch_memory_saver, which can be paused",
+            "allocate pools and request table in the region kv_cache of torch_memory_saver, so that they can be paused",
             has_flag=False,
         ),
     ] = False
     kv_packing: Annotated[
         KvPacking,
         Packing(
-            "lossless packing of bfloat16 host pages, which saves a quarter: bits per exponent; auto: 4 on CUDA",
+            "lossless packing of bfloat16 host pages, saves a quarter of their bytes; 3 or 4: bits per exponent; auto: "
+            "4 on CUDA",
             get_args(KvPacking),
         ),
     ] = "auto"
@@ -161,8 +172,8 @@ class EngineConfig:
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(
-            "whether requests wait for the disk; auto: if computing would delay all requests together more; a request "
-            "that delays no other is computed meanwhile",
+            "whether requests wait for stores; auto: a request waits if computing would delay all requests together "
+            "more; a request that delays no other request is computed while its pages are read",
             get_args(PrefetchMode),
         ),
     ] = "auto"
@@ -170,12 +181,13 @@ class EngineConfig:
         float, Number("maximum wait under prefetch_mode=timeout", 0, MAX_S, unit="seconds", has_flag=False)
     ] = 1.0
     prefetch_host_share: Annotated[
-        float, Share("maximum share of the host tier for pages of requests not admitted yet", has_flag=False)
+        float,
+        Share("maximum share of host pages that prefetches of requests not admitted yet may claim", has_flag=False),
     ] = 0.5
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "prefill speed, with which the time of loads and waits is compared; 0: always load",
+            "prefill speed, to compare the time of loads and waits with that of recomputation; 0: always load",
             unit="tokens/second",
             computed_from="passes that are timed while serving",
         ),
@@ -184,7 +196,8 @@ class EngineConfig:
     host_eviction_policy: Annotated[
         str,
         Text(
-            "eviction order of the host; empty: eviction_policy, but lru for auto under write_policy=exclusive",
+            "eviction order of the host; empty: as eviction_policy, except lru if that is auto and write_policy is "
+            "exclusive",
             has_flag=False,
         ),
     ] = ""
@@ -211,12 +224,12 @@ class EngineConfig:
         ),
     ] = 0
     mamba_chunk_tokens: Annotated[
-        int, Tokens("states within a prompt are kept at multiples of this", has_flag=False)
+        int, Tokens("recurrent states within a prompt are kept only at multiples of this length", has_flag=False)
     ] = 64
     mamba_prefill_interval: Annotated[
-        int, Tokens("states of a prompt are kept at 1, 2, 4, ... times this; 0: none of these", 0, has_flag=False)
+        int, Tokens("recurrent states are kept at 1, 2, 4, ... times this prompt length; 0: off", 0, has_flag=False)
     ] = 256
-    mamba_track_interval: Annotated[int, Tokens("decoded tokens between two states", has_flag=False)] = 256
+    mamba_track_interval: Annotated[int, Tokens("decoded tokens between two kept states", has_flag=False)] = 256
     host_states: Annotated[
         int,
         Integer(
@@ -229,9 +242,9 @@ class EngineConfig:
             has_flag=False,
         ),
     ] = 0
-    model_id: Annotated[str, Text("name or digest of the weights, part of every page's identity", has_flag=False)] = ""
+    model_id: Annotated[str, Text("name or digest of the weights, part of every page key", has_flag=False)] = ""
     model_name: Annotated[str, Text("name of the model, which `hicache store stat` shows", has_flag=False)] = ""
-    salt: Annotated[str, Text("only engines with the same salt share pages")] = ""
+    salt: Annotated[str, Text("text that is part of every page key: only engines with the same salt share pages")] = ""
     kv_events: Annotated[
         str, Address("address of KV events: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: none", EVENTS)
     ] = ""
@@ -281,7 +294,7 @@ class EngineConfig:
 
     @property
     def has_host(self) -> bool:
-        """Whether there is a host tier. With "auto": whether there is one if memory allows."""
+        """Return whether there is a host tier. With "auto": whether there is one if memory allows."""
         return self.host_bytes != 0
 
     @property

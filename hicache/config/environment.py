@@ -45,14 +45,14 @@ KERNELS = Variable(
 )
 MAMBA_SSM_DTYPE = Variable(
     ("HICACHE_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"),
-    "dtype of temporal states that are built without one",
+    "dtype of recurrent (SSM) states if the model gives none",
     "float32",
     ("float32", "bfloat16", "float16"),
 )
 CUSTOM_MEM_POOL = Variable(
     ("HICACHE_CUSTOM_MEM_POOL", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
-    "allocator of GPU memory for pools; true is nvlink",
-    "that of torch",
+    "allocator of GPU memory for pools; true means nvlink",
+    "torch's allocator",
     ("nvlink", "true"),
 )
 DISK_KEY = Variable(
@@ -60,13 +60,13 @@ DISK_KEY = Variable(
 )
 API_KEY = Variable(
     ("HICACHE_API_KEY",),
-    "keys with commas between them; clients of `hicache serve` must send one",
-    "every client may ask",
+    "API keys, separated by commas; clients of `hicache serve` must send one of them",
+    "no key is required",
     is_secret=True,
 )
 CACHE_HOME = Variable(
     ("XDG_CACHE_HOME",),
-    "folder of caches; hicache/models has unpacked models, hicache/digests those of weights",
+    "folder of caches; its hicache/models has unpacked models, its hicache/digests has digests of weights",
     "~/.cache",
 )
 VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY, CACHE_HOME)

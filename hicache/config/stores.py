@@ -27,16 +27,22 @@ Transport = Literal["process", "inline"]
 Auto = Literal["auto"]
 
 MAX_S = 1e9
-# The limit is that of the 128 TiB address space of a process, to which a store maps its tables.
+# A store maps its tables into the address space of its process, which has 128 TiB.
 MAX_STORE_BYTES = 1 << 46
 
 # Settings that stores of engines and stores of servers share.
-DURABILITY = Choice("relaxed: a power failure may undo the last commits; commit: it does not", get_args(Durability))
+DURABILITY = Choice(
+    "relaxed: a power failure may undo the last commits; commit: every commit is durable", get_args(Durability)
+)
 LEVEL = Integer("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
 TRANSPORT = Choice(
-    "where the store runs: in a process of its own, or in threads of this one", get_args(Transport), has_flag=False
+    "where the store runs: process: in a process of its own; inline: in threads of the engine's process",
+    get_args(Transport),
+    has_flag=False,
 )
-KEY_FILE = FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64; empty: HICACHE_DISK_KEY, or none")
+KEY_FILE = FilePath(
+    "file with the encryption key: 32 bytes, 64 hex digits or base64; empty: the variable HICACHE_DISK_KEY, if set"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +56,15 @@ class DiskConfig:
 
     path: Annotated[
         str,
-        FilePath("directory of the stores, one for each model", may_be_empty=False, may_be_socket=True),
+        FilePath("directory that has one store for each model", may_be_empty=False, may_be_socket=True),
     ]
-    budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
+    budget_bytes: Annotated[
+        int, Size("maximum size of all files under disk.path, like 100GB", 1 << 20, MAX_STORE_BYTES)
+    ] = 8 << 30
     write_budget: Annotated[
         int | Auto,
         Size(
-            "maximum mean bytes per second of writes, like 40MB; a burst may have 30 seconds of it",
+            "maximum mean bytes written per second, like 40MB; a burst may write the bytes of 30 seconds",
             1,
             computed_from="half of the measured write rate of the store",
         ),
@@ -92,7 +100,7 @@ class RemoteConfig:
     backup: Annotated[
         Backup,
         Choice(
-            "all: pages are backed up; none: only read, for ranks that hold the same KV",
+            "all: pages are copied to the store; none: pages are only read, for ranks with the KV of another rank",
             get_args(Backup),
             has_flag=False,
         ),
@@ -112,7 +120,11 @@ class RemoteConfig:
     io_timeout_s: Annotated[
         float,
         Number(
-            "an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds", has_flag=False
+            "maximum duration of an operation; a longer one marks the store as stalled",
+            1e-3,
+            MAX_S,
+            unit="seconds",
+            has_flag=False,
         ),
     ] = 2.0
     key_file: Annotated[str, KEY_FILE] = ""
@@ -136,8 +148,8 @@ class SharedStoreConfig:
     backup: Annotated[
         Copies,
         Choice(
-            "copied pages: used: those that a request used again, and those of prompts that take longer than a second "
-            "to compute; all; none: the remote store is only read",
+            "copied pages: used: pages that a request used again, and pages of prompts that take longer than a second "
+            "to compute; all: every page; none: the remote store is only read",
             get_args(Copies),
         ),
     ] = "used"

@@ -41,14 +41,14 @@ from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.transfer.counter import NUM_PRODUCERS
 
 _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
-    OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
-    OutOfRows: ("out_of_rows", "no row of the request table is free"),
-    OutOfStates: ("out_of_states", "too few recurrent states are free or evictable"),
-    TransferBusy: ("transfer_busy", "the maximum number of loads is in flight"),
-    PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
+    OutOfSlots: ("out_of_slots", "too few slots were free or evictable"),
+    OutOfRows: ("out_of_rows", "no row of the request table was free"),
+    OutOfStates: ("out_of_states", "too few recurrent states were free or evictable"),
+    TransferBusy: ("transfer_busy", "the maximum number of loads was in flight"),
+    PrefetchPending: ("prefetch_pending", "the prefetch of the request had not ended"),
     ExchangePending: ("exchange_pending", "evicted pages were being copied to the host"),
 }
-_REFUSED = "admissions refused for now"
+_REFUSED = "admissions that were refused and are tried again"
 _HITS = {
     "device": "were on the device",
     "host": "were loaded from the host",
@@ -65,7 +65,7 @@ class _Expected:
     rows: Mapping[Component, Rows]
 
     def is_for(self, on_device: Expectation, rows: Mapping[Component, Rows]) -> bool:
-        """Whether both expectations are equal."""
+        """Return whether both expectations are equal."""
         pairs = [(self.on_device, on_device), (self.rows, rows)]
         return all(np.array_equal(before[name], now[name]) for before, now in pairs for name in now)
 
@@ -102,10 +102,12 @@ class Admit:
             error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
             for error, (reason, why) in _REFUSALS.items()
         }
-        metrics.gauge("admit.hit_ratio", "share of prompt tokens that were hit, since the start", self._hit_ratio)
+        metrics.gauge(
+            "admit.hit_ratio", "hit tokens of all tiers divided by prompt_tokens, since the start", self._hit_ratio
+        )
         metrics.gauge(
             "admit.expected_requests",
-            "queued requests whose prefixes are evicted last",
+            "queued requests that announced their prompts, so that the pages of these prompts are evicted last",
             lambda: len(self._expectations),
         )
 

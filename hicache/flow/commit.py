@@ -37,12 +37,12 @@ class Commit:
         self._windows = context.by_name.get(SWA)
         self.has_hints = False
         self._skipped_states = context.metrics.counter(
-            "commit.skipped_states", "recurrent states not kept because every other was in use"
+            "commit.skipped_states", "recurrent states not cached because all states of the device tier were in use"
         )
         order, page = context.full.resident.order, context.tree.page_size
         context.metrics.gauge(
             "evict.kept_tokens",
-            "tokens of prompts that the device keeps for their next turn",
+            "tokens on the device that are kept for the next turn of their session",
             lambda: order.num_kept * page,
         )
 

@@ -122,7 +122,9 @@ class Copies(Movement):
     def _register_backups(self) -> None:
         metrics, count = self._context.metrics, self._context.metrics.counter
         help, labels = "bytes of a copy from device to host", {"movement": "backup", "direction": "device_to_host"}
-        self._backup_bytes, self._backup_seconds = metrics.movement("backup", help, "time that copy took", **labels)
+        self._backup_bytes, self._backup_seconds = metrics.movement(
+            "backup", help, "duration of a copy from device to host", **labels
+        )
         self._failed_backups = count(
             "backup.failures", "copies to the host that failed; their pages stayed on the device"
         )
@@ -130,7 +132,8 @@ class Copies(Movement):
             "backup.skipped_tokens", "tokens not backed up because no host page was free or evictable"
         )
         self._skipped_components = count(
-            "backup.skipped_pages", "pages of windows and states not backed up for the same reason"
+            "backup.skipped_pages",
+            "pages of windows and states not backed up because no host page was free or evictable",
         )
         self._backup_exposed = metrics.histogram(
             "backup.exposed_seconds", "time for which a call waited for a copy of evicted pages; 0: it did not wait"
@@ -139,12 +142,14 @@ class Copies(Movement):
     def _register_loads(self) -> None:
         metrics, count = self._context.metrics, self._context.metrics.counter
         help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
-        self._loaded_bytes, self._load_seconds = metrics.movement("restore", help, "time that load took", **labels)
-        self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
-        self._load_exposed_s = count("restore.exposed_seconds", "of that, the time for which forward passes waited")
+        self._loaded_bytes, self._load_seconds = metrics.movement(
+            "restore", help, "duration of a load from host to device", **labels
+        )
+        self._timed_s = count("restore.timed_seconds", "total duration of the loads whose exposed time was measured")
+        self._load_exposed_s = count("restore.exposed_seconds", "part of timed_seconds for which forward passes waited")
         self._failed_loads = count("restore.failures", "loads that failed; their pages stayed on the host")
         metrics.gauge(
-            "restore.hidden_ratio", "share of timed_seconds that overlapped with computing", self._hidden_ratio
+            "restore.hidden_ratio", "share of timed_seconds for which no forward pass waited", self._hidden_ratio
         )
 
     # The interface of a movement
@@ -541,7 +546,7 @@ class Copies(Movement):
             self._policy.choose(estimate)
 
     def can_load(self) -> bool:
-        """Whether a load may be submitted now."""
+        """Return whether a load may be submitted now."""
         return all(component.counter.can_begin() for component in self._context.components)
 
     def pin(self, request: CacheRequest, admission: Admission, undo: ExitStack) -> Lease:
@@ -631,7 +636,8 @@ class Copies(Movement):
         return [load for load in self._loads if load.number in numbers]
 
     def has_failed(self, rows: Rows) -> bool:
-        """Whether a load in flight of any of these pages has failed. A request that uses these pages would fail too."""
+        """Return whether a load in flight of any of these pages has failed. A request that uses these pages would fail
+        too."""
         return bool(self._loads) and any(load.error is not None for load in self.loads_of(rows))
 
     @staticmethod

@@ -139,7 +139,7 @@ class CostModel:
 
     @classmethod
     def of(cls, context: EngineContext) -> CostModel:
-        """The model of one engine, with the clock of its stores."""
+        """Return the cost model of one engine, with the clock of the engine's stores."""
         clock = next((tier.clock for tier in context.stores.values()), time.monotonic)
         num_readers = {store: tier.num_readers for store, tier in context.stores.items()}
         return cls(context.config.prefill_tokens_per_s, num_readers, context.metrics, clock)
@@ -159,8 +159,8 @@ class CostModel:
         for store, rate in self._reads.items():
             name, of = f"cost.{store.prefix}read_bytes_per_second", "disk" if store is DISK else "remote tier"
             labels = {"movement": "read", "direction": f"{store.name}_to_host"}
-            gauge(name, f"measured rate of one reader of the {of}", rate.bytes_per_s, _FAMILY, **labels)
-        help, labels = "measured rate of loads to the device", {"movement": "load", "direction": "host_to_device"}
+            gauge(name, f"measured rate of one thread that reads from the {of}", rate.bytes_per_s, _FAMILY, **labels)
+        help, labels = "measured rate of loads from host to device", {"movement": "load", "direction": "host_to_device"}
         gauge("cost.load_bytes_per_second", help, self._loads.bytes_per_s, _FAMILY, **labels)
         help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or not measured"
         gauge(
@@ -239,7 +239,7 @@ class LoadEstimate(NamedTuple):
         return math.inf if self.compute_s is None else self.compute_s * (1 + self.num_delayed)
 
     def is_worth_loading(self, no_progress_s: float = 0.0, tolerance: float = 1.0) -> bool:
-        """Whether to load, or to continue a wait. True until both times are known.
+        """Return whether to load, or to continue a wait. True until both times are known.
 
         `no_progress_s`: seconds without an arriving page, at most the limit. `tolerance`: the factor by which the rest
         of a wait in progress may exceed the limit.
@@ -269,7 +269,7 @@ class Requests:
         return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
 
     def is_delayed(self, request_id: str) -> bool:
-        """Whether `num_delayed` counts this request."""
+        """Return whether `num_delayed` counts this request."""
         return request_id in self.running or (request_id in self.expected and request_id not in self.waiting)
 
     def num_delayed_by(self, request_id: str) -> int:
@@ -301,7 +301,7 @@ class LoadPolicy:
         return LoadEstimate(wait_s, self.cost.longest_wait_s(start, end), num_delayed)
 
     def choose(self, estimate: LoadEstimate) -> bool:
-        """Whether to load. Counts the choice, and logs the first load that is declined."""
+        """Return whether to load. Counts the choice, and logs the first load that is declined."""
         load_s, compute_s, num_delayed = estimate
         is_worth_loading = estimate.is_worth_loading()
         if load_s is None or compute_s is None:

@@ -24,35 +24,42 @@ class PrefetchCounters:
             return count(f"prefetch.{name}_requests", help, "prefetch_outcome_requests", outcome=name)
 
         self.requests = count("prefetch.requests", "prefetches requested")
-        self.waited = outcome("waited", "requests for which waiting was estimated to cost less than computing")
+        self.waited = outcome(
+            "waited", "requests that waited because waiting was estimated to cost less than computing"
+        )
         self.skipped = outcome("skipped", "requests that did not wait because computing was estimated to cost less")
         self.abandoned = outcome(
-            "abandoned", "requests that stopped waiting because computing the rest took less time, or no page arrived"
+            "abandoned",
+            "requests that stopped waiting because computing the rest would take less time, or no page arrived",
         )
-        self.overlapped = outcome("overlapped", "requests computed from their beginning while their end was read")
+        self.overlapped = outcome(
+            "overlapped", "requests whose first tokens were computed while their last pages were read"
+        )
         self._computed = count(
             "prefetch.overlap_computed_tokens",
-            "tokens that overlapped requests computed before the pages that were read",
+            "tokens that overlapped requests computed while pages of later tokens were read",
         )
         self._loaded = count(
             "prefetch.overlap_loaded_tokens", "tokens that overlapped requests loaded instead of computing them"
         )
         context.metrics.gauge(
             "prefetch.overlap_loaded_ratio",
-            "share of loaded tokens in computed and loaded tokens of overlapped requests",
+            "overlap_loaded_tokens divided by the sum of overlap_loaded_tokens and overlap_computed_tokens",
             self._loaded_ratio,
         )
-        self.coalesced = outcome("coalesced", "prefetches that waited for a read of another request")
-        self.deferred = outcome("deferred", "prefetches that waited because host pages or the read queue were full")
-        self.retries = count("prefetch.retries", "attempts to start deferred prefetches")
-        self.estimated_s = count("prefetch.estimated_seconds", "estimated time of completed waits")
-        self.waited_s = histogram("prefetch.waited_seconds", "time of completed waits")
-        self.lost = count("prefetch.lost_pages", "pages that a store has but could not return verified")
+        self.coalesced = outcome("coalesced", "prefetches that waited for a read that another request had started")
+        self.deferred = outcome(
+            "deferred", "prefetches that waited because no host page was free or the read queue was full"
+        )
+        self.retries = count("prefetch.retries", "repeated attempts to start deferred prefetches")
+        self.estimated_s = count("prefetch.estimated_seconds", "estimated duration of completed waits for stores")
+        self.waited_s = histogram("prefetch.waited_seconds", "measured duration of completed waits for stores")
+        self.lost = count("prefetch.lost_pages", "pages that a store had announced but could not return intact")
         self.read_tokens = count("prefetch.read_tokens", "tokens that prefetches added to the host tier")
         self.refused = count("prefetch.refused_jobs", "jobs not started because the readers' queue was full")
         moved, took = (
             "bytes of verified pages that a job read from the store to the host",
-            "time that job took a reader",
+            "time for which a read job occupied a reader thread",
         )
         self._moved: dict[Store, tuple[Histogram, Histogram]] = {}
         for store in context.stores:

@@ -16,13 +16,13 @@ Unused = tuple[int, int, int]
 
 _HELP = {reason.label: text for reason, text in MISS_HELP.items()} | {
     "tail": "after the last complete page; at least one token of each prompt is computed",
-    "unknown": "of an engine without a host tier, which remembers no evicted pages",
+    "unknown": "for an unknown reason: an engine without a host tier does not remember evicted pages",
 }
 
 
 class Misses:
-    """Counts missed tokens by reason. Owned by the scheduler thread. `watch`: records the reasons of host pages; None
-    without a host tier."""
+    """Counts the missed (computed) tokens of admitted prompts by reason. Owned by the scheduler thread. `watch`: the
+    record of the pages that the host evicted, skipped or failed to read; None without a host tier."""
 
     def __init__(self, metrics: Metrics, page_tokens: int, watch: HostWatch | None) -> None:
         self._page_tokens, self._miss_reasons = page_tokens, None if watch is None else watch.miss_reasons

@@ -15,7 +15,7 @@ _MIN_JUDGED_PAGES = 1000
 
 
 def are_too_many(num_misfits: float, num_packed: float) -> bool:
-    """Whether too many of the packed pages or chunks did not fit."""
+    """Return whether too many of the packed pages or chunks did not fit."""
     return num_packed >= _MIN_JUDGED_PAGES and num_misfits > _MAX_MISFITS_SHARE * num_packed
 
 
@@ -30,11 +30,11 @@ class Packing:
             metrics.counter(f"{prefix}.{name}_pages", help, f"packing_{name}_pages", component=component)
             for name, help in (
                 ("packed", "pages that were packed on their way to the host"),
-                ("misfit", "of these, pages that did not fit and were copied again, raw: no store gets them"),
-                ("dropped", "of those, pages that were not backed up because the host had no second page to give"),
+                ("misfit", "packed pages that did not fit, were copied again unpacked, and are not stored"),
+                ("dropped", "misfit pages that were not backed up because no second host page was free"),
             )
         )
-        help = "raw pages, which take two host pages and are in no store"
+        help = "unpacked (raw) pages on the host; each takes two host pages and is in no store"
         metrics.gauge(f"{prefix}.raw_pages", help, num_raw, "packing_raw_pages", component=component)
 
     def count(self, num_pages: int, num_misfits: int) -> None:

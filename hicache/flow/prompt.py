@@ -116,8 +116,8 @@ class HostWatch:
         self._demoted, self._lost = (
             metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
             for outcome, help in (
-                ("demoted", "tokens evicted from the host that a store holds"),
-                ("lost", "tokens evicted from the host that no store is known to hold"),
+                ("demoted", "tokens evicted from the host that a store has"),
+                ("lost", "tokens evicted from the host that no store has, as far as is known"),
             )
         )
 

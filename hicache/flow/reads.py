@@ -113,10 +113,11 @@ _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25
 # The smallest number of jobs for an overlapped prompt, or for pages that both stores have.
 _LEAST_JOBS = 16
-# The most urgent jobs, and the most background jobs, in flight at a store: enough for its readers until the next polls.
+# The maximum number of urgent jobs in flight at a store, and the maximum number of background jobs: enough to keep the
+# store's reader threads busy until the next polls.
 _MAX_IN_FLIGHT = 32
-# Pages of the disk are looked up in the remote store too if there are this number of pages, and if the remote store is
-# not slower than this share of the disk's rate.
+# If a prompt has at least `_LEAST_SHARED_PAGES` pages on the disk, and the remote store reads at
+# `_LEAST_REMOTE_SHARE` of the disk's rate or faster, these pages are looked up in the remote store too.
 _LEAST_SHARED_PAGES, _LEAST_REMOTE_SHARE = 32, 1 / 8
 # A pass has a minimum cost. So an overlapped pass computes at least `_LEAST_PASS_PAGES`, and a prompt with fewer than
 # `_LEAST_OVERLAP_PAGES` missing pages is not overlapped. It is not overlapped either if less than
@@ -205,7 +206,7 @@ class LookupResults:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no page is known to arrive."""
+        """Return whether no page is known to arrive."""
         return not any((where & ~_IN_MEMORY).any() for where in self.where.values())
 
     @property
@@ -354,7 +355,7 @@ class PendingPrefetch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no lookup, no job in flight and an empty read list."""
+        """Return whether it has no lookup, no job in flight and an empty read list."""
         return self.lookup is None and not (self.read_list or self.jobs)
 
     @property
@@ -364,8 +365,8 @@ class PendingPrefetch:
 
     @property
     def lacks_end(self) -> bool:
-        """Whether an overlapped prompt still lacks windows or states at its end. They are read before full pages, which
-        are of no use without them."""
+        """Return whether an overlapped prompt still lacks windows or states at its end. They are read before full
+        pages, which are of no use without them."""
         if not self.handle.overlaps:
             return False
         if any(component.name != FULL for component in self.read_list):
@@ -517,7 +518,7 @@ class PageRead:
         return len(self.rows) * self.component.host.page_bytes
 
     def is_for(self, request: PendingPrefetch) -> bool:
-        """Whether a request may wait for this job. An urgent request does not wait for a background job."""
+        """Return whether a request may wait for this job. An urgent request does not wait for a background job."""
         return self.is_urgent or not request.is_urgent
 
 
@@ -563,7 +564,7 @@ class StoreJobs:
         self.lost_reads = list[PendingPrefetch]()
 
     def is_busy(self) -> bool:
-        """Whether any job is in flight, without jobs of stalled threads."""
+        """Return whether any job is in flight, without jobs of stalled threads."""
         lookups, reads = self.lookups.values(), self.reads.values()
         return not (all(job.is_stalled for job in lookups) and all(job.is_stalled for job in reads))
 
@@ -671,8 +672,8 @@ class StoreJobs:
         return lookup
 
     def _is_remote_fast(self, num_bytes: int) -> bool:
-        """Whether the remote store would read a good part of `num_bytes` in the time in which the disk reads all. True
-        while a rate is unknown."""
+        """Return whether the remote store would read a good part of `num_bytes` in the time in which the disk reads
+        all. True while a rate is unknown."""
         disk_s = self._cost.read_s(num_bytes, self._tiers[DISK].num_readers, DISK)
         remote_s = self._cost.read_s(num_bytes, self._tiers[REMOTE].num_readers, REMOTE)
         return disk_s is None or remote_s is None or _LEAST_REMOTE_SHARE * remote_s <= disk_s
@@ -1045,11 +1046,11 @@ class Prefetcher(Movement):
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._requests))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._active))
-        help = "host pages claimed by requests that are not admitted"
+        help = "host pages claimed by requests that are not admitted yet"
         gauge("prefetch.claimed_pages", help, self._claimed)
         gauge(
             "prefetch.limit_pages",
-            "most host pages that prefetches may claim, by prefetch_host_share",
+            "maximum number of host pages that prefetches may claim, from prefetch_host_share",
             lambda: self._max_pages,
         )
 
@@ -1349,8 +1350,8 @@ class Prefetcher(Movement):
     # Turns
 
     def _may_begin(self, *, waits: bool) -> bool:
-        """Whether another request may become active. Lookups of cancelled requests count as active. A request that does
-        not wait never delays one that does."""
+        """Return whether another request may become active. Lookups of cancelled requests count as active. A request
+        that does not wait never delays one that does."""
         if self._jobs.num_awaited_lookups >= _MAX_ACTIVE * len(self._context.stores):
             return False
         num_waiting: int = sum(map(_WAITS, self._active))
@@ -1544,7 +1545,7 @@ class Prefetcher(Movement):
     # Overlapped prefills
 
     def is_next_on_host(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether the host has the page after the first `num_tokens`, which are computed."""
+        """Return whether the host has the page after the first `num_tokens`, which are computed."""
         page = num_tokens // self._context.tree.page_size
         if page >= len(lease.keys) or self._request_of(lease) is None:
             return False
@@ -1575,11 +1576,11 @@ class Prefetcher(Movement):
         return request if request is not None and request.lease is lease else None
 
     def _can_overlap(self, request: PendingPrefetch) -> bool:
-        """Whether a request lacks enough pages to be overlapped."""
+        """Return whether a request lacks enough pages to be overlapped."""
         return request.handle.overlaps and request.end - request.missing[0] >= self.least_overlap_pages
 
     def _is_worth_computing(self, request: PendingPrefetch, wait_s: float | None) -> bool:
-        """Whether enough pages would be computed before the others arrive. `wait_s`: estimated seconds until all
+        """Return whether enough pages would be computed before the others arrive. `wait_s`: estimated seconds until all
         arrive; None: unknown."""
         start, end = request.missing
         page = self._context.tree.page_size

@@ -129,8 +129,8 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
     total, available, of_tier = full.capacity, full.available, _gauges_of(context, "device")
     of_tier("total_tokens", "slots of the device tier", lambda: total)
     gauge("device.free_tokens", "free slots", available)
-    of_tier("used_tokens", "slots of the cache and of requests", lambda: total - available())
-    of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - available() / total)
+    of_tier("used_tokens", "slots that the cache or a request holds", lambda: total - available())
+    of_tier("used_ratio", "used_tokens divided by total_tokens", lambda: 1 - available() / total)
     of_tier("evictable_tokens", "cached tokens that may be evicted", lambda: tree.evictable(FULL))
     gauge("device.protected_tokens", "cached tokens that requests or copies have locked", lambda: tree.protected(FULL))
     gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
@@ -153,12 +153,12 @@ def _register_host(context: EngineContext) -> None:
     def used_tokens() -> int:
         return (total - free() - pages.num_raw) * host.page_tokens
 
-    of_tier("used_tokens", "tokens in host pages; a raw page counts once", used_tokens)
-    of_tier("used_ratio", "used host pages over all, including second pages of raw ones", lambda: 1 - free() / total)
+    of_tier("used_tokens", "tokens in host pages; an unpacked (raw) page counts once", used_tokens)
+    of_tier("used_ratio", "used host pages divided by all; an unpacked (raw) page uses two", lambda: 1 - free() / total)
     context.metrics.gauge("host.free_pages", "free host pages", free)
     of_tier(
         "evictable_tokens",
-        "tokens that free or evictable host pages can hold, including second pages of raw ones",
+        "tokens that the free and evictable host pages can hold; an unpacked (raw) page counts as two",
         lambda: pages.num_evictable * host.page_tokens,
     )
 
@@ -172,7 +172,7 @@ def _register_exclusive(pages: TierPages, metrics: Metrics, page_tokens: int) ->
     )
     info: tuple[MetricType, str] = (
         "counter",
-        "tokens that the host dropped as duplicates and that the device evicted later: they are copied again",
+        "tokens that the device evicted after the host had dropped them as duplicates, so they are copied again",
     )
     metrics.read_from({returned: info}, lambda: {returned: pages.num_returned * page_tokens})
 

@@ -80,22 +80,25 @@ class Writes(Movement):
         metrics, budget, uses = self._context.metrics, self._budget, self._uses
         self._bytes, self._seconds = metrics.movement(
             name,
-            "bytes, before compression, of the accepted pages of a job",
-            "time of that job in the writer, or its share of a batch",
+            "bytes of the pages that the store accepted from one write job, before compression",
+            "time for which a write job occupied the writer thread; jobs of a batch share its time",
             movement="write",
             direction=f"host_to_{self.store.name}",
         )
         self._failures = metrics.counter(f"{name}.failed_pages", "pages that the store refused")
-        help = "bytes, before compression, of new pages that the store accepted"
+        help = "bytes of new pages that the store accepted, before compression"
         self._written = metrics.counter(f"{name}.written_bytes", help)
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "queued_pages": ("unlocked pages that wait to be written", lambda: self.num_waiting)
         }
         if uses is not None:
             gauges |= {
-                "budget_bytes_per_second": ("write budget; 0: not measured yet", lambda: budget.bytes_per_s),
+                "budget_bytes_per_second": (
+                    "maximum mean rate of writes to the disk; 0: not measured yet",
+                    lambda: budget.bytes_per_s,
+                ),
                 "budget_left_ratio": (
-                    "share of the bucket (30 seconds of the budget) that is left",
+                    "fill of the token bucket of writes, which holds 30 seconds of the budget; 1: full",
                     lambda: budget.level,
                 ),
                 "unread_pages": (

@@ -3,10 +3,11 @@
     path/vllm-4f0c…/      one identity: server, weights, dtype, layout, …, sizes of pages, encryption key
     path/sglang-72b1…/    another one
 
-Servers of different identities can use the same path: each sees only the pages of its own store. One process reads and
-writes a store. Either the server starts this process, which then outlives the server until all pages are written; or an
-operator starts it, and it serves the stores of one directory to all servers of the machine. If the store of its
-identity is unavailable, a server continues without it and retries. The same process reads and writes the remote store.
+Servers of different identities can use the same path: each server reads only the pages of its own store. One process
+reads and writes a store. Either the server starts this process, which then outlives the server until all pages are
+written; or an operator starts it, and it serves the stores of one directory to all servers of the machine. If the store
+of its identity is unavailable, a server continues without it and retries. The same process reads and writes the remote
+store.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStoreConfig:
-    """Settings of a server's disk store and remote store, and of the prefill speed that loads are compared with.
+    """Settings of the disk store and the remote store of an LLM server, and the prefill speed for comparing loads.
 
     `path`: a directory with one store for each model, dtype and layout; `budget` limits all of them together. If `path`
     is the socket of a process that serves a directory, that process's own `budget`, `durability` and `level` apply.
@@ -72,7 +73,7 @@ class ServerStoreConfig:
     path: Annotated[
         str,
         FilePath(
-            "directory of the stores, or unix:/path/of/socket of a process that serves one; required without `remote`",
+            "directory of the stores, or unix:/path/of/socket of a process that serves them; required without `remote`",
             may_be_socket=True,
         ),
     ] = ""
@@ -93,7 +94,7 @@ class ServerStoreConfig:
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "prefill speed, with which the time of loads is compared; 0: always load",
+            "prefill speed, to compare the time of loads with that of recomputation; 0: always load",
             unit="tokens/second",
             computed_from="prompts that are timed while serving",
         ),
@@ -107,7 +108,7 @@ class ServerStoreConfig:
 
     @property
     def is_served(self) -> bool:
-        """Whether an operator's process serves the stores."""
+        """Return whether an operator's process serves the stores."""
         return self.path.startswith(SOCKET)
 
     def stores(self, *, is_costly: bool) -> bool:
@@ -118,8 +119,8 @@ class ServerStoreConfig:
 
 
 def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConfig:
-    """Check the settings in `given`. A `ConfigError` names `where` they were given, the wrong setting and the known
-    ones."""
+    """Check the settings in `given`. A `ConfigError` names `where` the settings were given, the wrong setting and the
+    known settings."""
     settings = dict(as_mapping(given, where))
     if settings.get("remote") is not None:
         settings["remote"] = remote_config(settings["remote"], where)

@@ -43,10 +43,10 @@ class MissReason(enum.IntEnum):
 
 
 MISS_HELP: Final[Mapping[MissReason, str]] = {
-    MissReason.NEVER_STORED: "that no tier is known to have had: new text, or the end of a prompt",
-    MissReason.EVICTED: "that tiers had and evicted",
-    MissReason.GATE: "that a tier has, or had not looked up yet, when computing them was estimated to cost less",
-    MissReason.NO_ROWS: "for which CPU memory had no free page when they were to be stored or loaded",
+    MissReason.NEVER_STORED: "that no tier ever had, as far as is known: new text, or the end of a prompt",
+    MissReason.EVICTED: "that a tier had evicted",
+    MissReason.GATE: "that were estimated to cost less than loading: a tier has them, or had not looked them up yet",
+    MissReason.NO_ROWS: "for which no host page was free when they were to be stored or loaded",
     MissReason.FAILED: "that could not be stored or read",
 }
 

@@ -42,19 +42,21 @@ class OffloadingSettings:
 
     cpu_bytes_to_use: Annotated[
         int | Free,
-        Size("CPU memory of all workers, like 64GB; free: the free memory, less an eighth", _MIN_BYTES, keyword="free"),
+        Size("CPU memory of all workers, like 64GB; free: 7/8 of the free memory", _MIN_BYTES, keyword="free"),
     ]
     disk: ServerStoreConfig | None = None
     eviction_policy: Annotated[str, Choice("eviction order of the CPU tier", tuple(POLICIES))] = "lru"
     kv_packing: Annotated[
         KvPacking,
         Packing(
-            "lossless packing of bfloat16 chunks in the CPU tier and on disk, which saves a quarter: bits per "
-            "exponent; auto: 4 on CUDA, if the cache permits it",
+            "lossless packing of bfloat16 chunks in the CPU tier and on disk, saves a quarter of their bytes; 3 or 4: "
+            "bits per exponent; auto: 4 on CUDA, if all tensors of the cache can be packed",
             get_args(KvPacking),
         ),
     ] = "auto"
-    staging_bytes: Annotated[int, Size("GPU memory between copy engine and kernels", 1 << 16)] = 128 << 20
+    staging_bytes: Annotated[
+        int, Size("GPU memory that buffers copied chunks between copy engine and kernels", 1 << 16)
+    ] = 128 << 20
     store: Annotated[
         StoreTime,
         Choice(
@@ -81,7 +83,8 @@ def cpu_bytes(settings: OffloadingSettings, engine_id: str) -> int:
 
 
 def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
-    """Check the settings in `kv_connector_extra_config`. ConfigError names the wrong setting and the known ones."""
+    """Check the settings in `kv_connector_extra_config`. A ConfigError names the wrong setting and the known
+    settings."""
     if given.get("canonical_layout"):
         raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")
     own = {key: value for key, value in given.items() if key not in {*OF_VLLM, "canonical_layout"}}
