@@ -206,8 +206,8 @@ class CacheEngine:
 
     @property
     def allocates_by_chunk(self) -> bool:
-        """Whether the scheduler should reserve slots chunk by chunk (`reserve_tokens`): with windows, which have few
-        slots, and under `exclusive`, where taking slots requires copies."""
+        """Return whether the scheduler should reserve slots chunk by chunk (`reserve_tokens`): with windows, which have
+        few slots, and under `exclusive`, where taking slots requires copies."""
         return SWA in self._context.by_name or self._context.exclusive is not None
 
     @property
@@ -489,8 +489,8 @@ class CacheEngine:
 
     @running
     def load_failed(self, lease: Lease) -> bool:
-        """Whether a load of the lease's prefix failed, so that the request must be released and acquired again. Call it
-        after a pass that raised `TransferError`. Waits for loads in flight."""
+        """Return whether a load of the lease's prefix failed, so that the request must be released and acquired again.
+        Call it after a pass that raised `TransferError`. Waits for loads in flight."""
         self._held((lease,))
         return self._copies.error_of(lease) is not None
 

@@ -144,7 +144,7 @@ class _Series:
 
     @property
     def is_read(self) -> bool:
-        """Whether another object keeps the value, which `snapshot` reads from it."""
+        """Return whether another object keeps the value, which `snapshot` reads from it."""
         return not (self.counters or self.histograms)
 
     @property

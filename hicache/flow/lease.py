@@ -120,7 +120,7 @@ class Prefetch:
 
     @property
     def ready(self) -> bool:
-        """Whether the request may be admitted. `best_effort` never waits, `timeout` waits until its deadline,
+        """Return whether the request may be admitted. `best_effort` never waits, `timeout` waits until its deadline,
         `wait_complete` until the last page, `auto` as long as waiting is estimated to take less time than computing."""
         return not self.waits
 

@@ -54,11 +54,11 @@ class Located:
         return component.has_host and self.prompt.key(component.name, index) in component.pages
 
     def in_memory(self, component: CacheComponent, index: int) -> bool:
-        """Whether the page is on the device or on the host."""
+        """Return whether the page is on the device or on the host."""
         return self.on_device(component, index) or self.on_host(component, index)
 
     def is_arriving(self, component: CacheComponent, index: int) -> bool:
-        """Whether the page is in memory, or in flight from the device to the host."""
+        """Return whether the page is in memory, or in flight from the device to the host."""
         if self.on_device(component, index):
             return True
         row = component.pages.table.row(self.prompt.key(component.name, index))

@@ -127,7 +127,7 @@ class Movement(ABC):
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether any operation has not ended."""
+        """Return whether any operation has not ended."""
 
     def wait(self) -> None:  # noqa: B027 - most movements have nothing to wait for
         """Block until all submitted copies have ended. `poll` still has to apply them."""

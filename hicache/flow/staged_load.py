@@ -91,7 +91,7 @@ class StagedLoad(Movement):
 
     @property
     def is_in_progress(self) -> bool:
-        """Whether the next poll may start a step."""
+        """Return whether the next poll may start a step."""
         return self._request is not None and self._request.stage in _IN_PROGRESS
 
     def of(self, request_id: str) -> StagedRequest | None:
@@ -246,7 +246,7 @@ class StagedLoad(Movement):
             self._context.by_name[name].pages.unlock(rows)
 
     def _has_grown(self, request: StagedRequest) -> bool:
-        """Whether the device has more pages of the prefix than this request has loaded."""
+        """Return whether the device has more pages of the prefix than this request has loaded."""
         tree, prompt = self._context.tree, request.prompt
         match = tree.match(prompt.tokens[: self._num_tokens(request.end)], prompt.namespace)
         return match.full_len > request.lease.node.depth_tokens

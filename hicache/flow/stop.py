@@ -172,18 +172,19 @@ def _batches(pieces: Iterable[_Piece], limits: dict[Component, int]) -> Iterator
 
 
 def _is_stored(piece: _Piece, tiers: Sequence[StoreTier]) -> bool:
-    """Whether all stores have these full pages already."""
+    """Return whether all stores have these full pages already."""
     return piece.unsaved.component.name == FULL and all(_has(tier, piece.unsaved.keys) for tier in tiers)
 
 
 def _has(tier: StoreTier, keys: Sequence[bytes]) -> bool | None:
-    """Whether a store has each page; None if it does not answer."""
+    """Return whether a store has each page; None if it does not answer."""
     found = tier.find((), _ANSWER_S, keys)
     return None if found is None else all(found.others)
 
 
 def _has_capacity(tier: StoreTier, full_keys: Sequence[bytes], other_keys: Sequence[bytes]) -> bool:
-    """Whether a store still has all written pages, so that it may get more. It evicts the first of these pages last."""
+    """Return whether a store still has all written pages, so that it may get more. It evicts the first of these pages
+    last."""
     tier.used([*full_keys, *other_keys])
     if tier.writes.refuses():
         return False

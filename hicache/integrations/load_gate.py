@@ -28,8 +28,9 @@ class NoteStore(Protocol):
 
 
 class PrefillNote:
-    """Keeps the measured prefill speed in the store. After a restart, loads are compared with this speed until one is
-    measured; if all prompts were on the disk, none would be computed and measured. Called by one thread at a time.
+    """Keeps the measured prefill speed in the store. After a restart, loads are compared with the stored speed until a
+    new speed is measured. Without it, a server whose prompts are all on the disk would never compute a prompt and
+    measure a speed. Called by one thread at a time.
 
     The note is two float64, little-endian: seconds per token, and seconds per token and position (`PrefillCost`).
     """
@@ -39,8 +40,8 @@ class PrefillNote:
         self._store = store
 
     def step(self) -> None:
-        """Until a speed is measured, use the one in the note. Then write the measured speed to the note, and again
-        whenever it has changed by more than a tenth."""
+        """Use the speed in the note until a speed is measured. Write the measured speed to the note, and write it again
+        when it has changed by more than a tenth."""
         left = _terms_in(self._store.note)
         if not self._measured.is_measured:
             self._measured.assume(*left)
@@ -49,14 +50,14 @@ class PrefillNote:
 
 
 def _terms_in(note: bytes) -> tuple[float, float]:
-    """The two times in a note; 0, 0 if it does not contain two times."""
+    """Return the two times in a note; 0, 0 if the note does not contain two times."""
     token_s, pair_s = _TERMS.unpack(note) if len(note) == _TERMS.size else (0.0, 0.0)
     return (token_s, pair_s) if math.isfinite(token_s + pair_s) and min(token_s, pair_s) >= 0 else (0.0, 0.0)
 
 
 class ServerLoadPolicy(LoadPolicy):
-    """The policy of a server's loads from the disk. `abandoned`: counts waits for the disk that ended because it did
-    not answer in time."""
+    """The policy of a server's loads from the disk. `abandoned`: counts waits for the disk that ended because the disk
+    did not answer in time."""
 
     def __init__(self, cost: CostModel, metrics: Metrics) -> None:
         super().__init__(cost, metrics, "gate", "disk", _FAMILY)

@@ -1,7 +1,8 @@
 """Probes of a server: whether it has the names, fields and signatures that a plug-in of hicache uses.
 
-A plug-in was tested with some releases of its server. Under any other release its probes find a changed interface
-before the server serves a request. They cannot find a changed meaning: `versions` keeps the pages apart.
+A plug-in was tested with some releases of its server. Under any other release, the plug-in's probes find a changed
+interface before the server serves a request. Probes cannot detect a method whose meaning changed, so `versions` gives
+each untested release a separate store.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _FAILS = (ImportError, AttributeError, OSError, RuntimeError)  # of an import: a
 
 
 class Call(NamedTuple):
-    """The arguments of a call: the number of positional ones, and the names of the others."""
+    """The arguments of a call: the number of positional arguments, and the names of the keyword arguments."""
 
     num_positional: int = 0
     keywords: tuple[str, ...] = ()
@@ -77,7 +78,7 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _wrong_methods(own: type, base: type, package: str) -> Iterator[str]:
-    """The methods of `own`, or of its bases in the plug-in, that do not match those of `base`."""
+    """Return the methods of `own`, or of its bases in the plug-in, that do not match the methods of `base`."""
     if not issubclass(own, base):
         return
     abstract = sorted(getattr(own, "__abstractmethods__", ()))
@@ -92,8 +93,8 @@ def _wrong_methods(own: type, base: type, package: str) -> Iterator[str]:
 
 
 def _refused(own: inspect.Signature, servers: inspect.Signature) -> list[str]:
-    """The parameters that the server may pass and our method does not accept, and the required ones that the server
-    never passes."""
+    """Return the parameters that the server may pass and our method does not accept, and the required parameters of our
+    method that the server never passes."""
     kinds = {parameter.kind for parameter in own.parameters.values()}
     takes_any_name, takes_any_number = inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
     given = {n: p for n, p in servers.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -111,7 +112,7 @@ def _object(path: str) -> Any:
 
 
 def _has(owner: object, name: str) -> bool:
-    """Whether an object, or an instance of a class, has the attribute."""
+    """Return whether an object, or an instance of a class, has the attribute."""
     if not isinstance(owner, type):
         return name in dir(owner)
     return (

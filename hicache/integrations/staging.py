@@ -59,7 +59,7 @@ class StagingPages:
         self._free = list(memory.reshape(num_pages, page_bytes))
 
     def take(self, num_pages: int) -> list[PageBuffer] | None:
-        """Take `num_pages` free pages. Returns None if fewer are free."""
+        """Take `num_pages` free pages. Returns None if fewer pages are free."""
         return [self._free.pop() for _ in range(num_pages)] if num_pages <= len(self._free) else None
 
     def give_back(self, pages: Sequence[PageBuffer]) -> None:
@@ -82,8 +82,8 @@ class _JobState(Enum):
 class _StagedJob:
     """A job of a tier and its staging pages, uint8 [page_bytes] each.
 
-    `ok`: for each key, whether it was found, read, stored or removed; all False if the tier refused the job or has not
-    answered in time. `is_abandoned`: the caller needs neither the pages nor the answer any more.
+    `ok`: for each key, whether the job found, read, stored or removed its page; all False if the tier refused the job
+    or has not answered in time. `is_abandoned`: the caller needs neither the pages nor the answer any more.
     """
 
     staging: StagingPages | None
@@ -99,10 +99,10 @@ class _StagedJob:
 
 
 class WaitingTier:
-    """Blocking calls on `stores`, from any thread. A second reader waits for the first, and a second writer too.
+    """Blocking calls on `stores`, from any thread. Reads run one after another, and so do writes.
 
     If a medium does not answer within the I/O timeout of its tier, the rest of a call counts as missing or not stored,
-    and so does each call until its breaker closes. `page_bytes`: of the largest pages.
+    and so does each call until its breaker closes. `page_bytes`: bytes of the largest pages.
 
     A job is begun, submitted, answered and released, in this order, each step under the lock. If a job is released
     before it is answered, its staging pages become free when the answer arrives, because the store may use them until
@@ -137,7 +137,7 @@ class WaitingTier:
         receive: Callable[[int, PageBuffer], None],
         wait_s: float = math.inf,
     ) -> int:
-        """Read pages of `page_bytes`. Returns the number of pages read before the first missing one.
+        """Read pages of `page_bytes`. Returns the number of pages read before the first missing page.
 
         `receive(i, page)` receives page i, whose memory is reused when it returns; an exception in it ends the call.
         `wait_s`: maximum wait for the next page, after which the page counts as missing.
@@ -182,9 +182,9 @@ class WaitingTier:
         *,
         is_costly: bool = False,
     ) -> list[bool]:
-        """Write pages of `page_bytes`. Returns for each key whether its page is stored; no page is written after one
-        that was not stored. `fill(i, page)` writes page i into `page`, in order; an exception in it ends the call.
-        `is_costly`: see `WriteJob`."""
+        """Write pages of `page_bytes`. Returns for each key whether its page is stored. After a page that was not
+        stored, no further page is written. `fill(i, page)` writes page i into `page`, in order; an exception in it ends
+        the call. `is_costly`: see `WriteJob`."""
         staging, writes = self._for_writes, self.tier.writes
         job_pages = max(1, min(_JOB_BYTES // page_bytes, staging.num_pages // 2))
         in_flight, stored, num_filled = deque[_StagedJob](), list[bool](), 0
@@ -227,7 +227,7 @@ class WaitingTier:
         return self._do(self._close)
 
     def _do(self, do: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call `do` under the lock. Before that, process received answers, unless a thread at the socket does that."""
+        """Process received answers, unless another thread does so at the socket; then call `do` under the lock."""
         with self._changed:
             if not self._is_watched:
                 self._poll()
@@ -260,7 +260,7 @@ class WaitingTier:
     # Methods whose caller holds the lock
 
     def _begin(self, staging: StagingPages, num_pages: int, page_bytes: int) -> _StagedJob | None:
-        """A new job with `num_pages` pages of `staging`. Returns None if fewer are free."""
+        """Return a new job with `num_pages` pages of `staging`; None if fewer pages are free."""
         taken = staging.take(num_pages)
         return None if taken is None else _StagedJob(staging, taken, page_bytes)
 
@@ -277,7 +277,7 @@ class WaitingTier:
         self._submit(staged, self.tier.writes.submit, job, len(keys))
 
     def _submit_remove(self, keys: Sequence[bytes] | None) -> _StagedJob:
-        """Submit the removal of `keys`. None: of all pages, with one result."""
+        """Submit the removal of `keys`. `keys` None: remove all pages, with one result for all of them."""
         job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
         return self._submit(_StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
 
@@ -311,8 +311,8 @@ class WaitingTier:
             job.ok = list(outcome.others)
 
     def _release(self, job: _StagedJob) -> None:
-        """Note that the caller needs neither the pages nor the answer. Free the pages unless the store may still use
-        them."""
+        """Record that the caller needs neither the pages of a job nor its answer. Free the pages unless the store may
+        still use them."""
         job.is_abandoned = True
         if job.state is _JobState.DONE and job.staging is not None:
             job.staging.give_back(job.taken)

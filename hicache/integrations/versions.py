@@ -18,7 +18,8 @@ _MAX_NAMED = 3
 
 
 def tested_release(version: str, tested: Sequence[str]) -> str | None:
-    """Return the tested release that `version` belongs to, like "0.32" for "0.32.0+cpu"; None if it belongs to none.
+    """Return the tested release that includes `version`, like "0.32" for "0.32.0+cpu"; None if no tested release
+    includes it.
 
     A release of three numbers, like "0.5.23", includes its release candidates and post releases: 0.5.23rc1,
     0.5.23.post1.
@@ -29,7 +30,8 @@ def tested_release(version: str, tested: Sequence[str]) -> str | None:
 
 def release_name(version: str, tested: Sequence[str]) -> str:
     """Return the release for the identity of a store. A tested release has one name for all its patches. An untested
-    release has a name of its own: its pages are never served by another release, nor by the same one once tested."""
+    release has a separate name, so no other release ever serves its pages. When the release is tested later, its name
+    changes, and these pages are not served any more."""
     return tested_release(version, tested) or f"{version} untested"
 
 

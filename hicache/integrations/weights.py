@@ -6,7 +6,7 @@ writable, in the user's cache folder:
     .hicache-digests.json    {"model.safetensors": [bytes, mtime ns, ctime ns, inode, XXH3_128 as hex digits], ...}
 
 A file that was replaced or written to has another inode or ctime, which users cannot reset. The file of digests is
-locked during use: if several processes start at once, only one reads the weights.
+locked during use: if several processes start at once, only one of them reads the weights.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _files_of(model: str, revision: str | None, download_dir: str | None) -> tup
 
 
 def _snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The folder of a hub model's snapshot in the local cache of the hub. Returns None if it is not there."""
+    """The folder of a hub model's snapshot in the local cache of the hub. Returns None if the cache does not have the
+    snapshot."""
     try:
         found = huggingface_hub.try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
     except ValueError:  # the text is not a valid name of a hub model
@@ -100,7 +101,8 @@ def _counts(file: Path) -> bool:
 
 
 def _digests(folder: Path, files: Sequence[Path], clock: Clock) -> Digests:
-    """The digests of `files`: kept ones if the file is unchanged, else newly computed ones, which are then kept."""
+    """Return the digests of `files`. The recorded digest of an unchanged file is reused; for other files a digest is
+    computed and recorded."""
     named = {file.relative_to(folder).as_posix(): file for file in files}
     with _record(folder) as record:
         known = {} if record is None else _read(record)
@@ -145,7 +147,7 @@ def _locked(stack: ExitStack, place: Callable[[], Path]) -> BinaryIO | None:
 
 
 def _read(record: BinaryIO) -> Digests:
-    """The digests in a file; none if the file is damaged, which is then written again."""
+    """Return the digests in a record. Returns no digests if the record is damaged; it is then written again."""
     record.seek(0)
     try:
         kept = json.loads(record.read() or b"{}")

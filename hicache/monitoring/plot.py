@@ -1,6 +1,6 @@
 """Plots memory of the tiers over time. Needs matplotlib: the extra `replay`.
 
-The module can be imported without it; plotting then raises `ConfigError`.
+The module can be imported without matplotlib; plotting then raises `ConfigError`.
 """
 
 from __future__ import annotations

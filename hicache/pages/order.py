@@ -221,7 +221,7 @@ class EvictionOrder(Columns):
 
     @property
     def is_first_out(self) -> Mask:
-        """Whether each row is first out."""
+        """Return whether each row is first out."""
         found: Mask = self.class_ == _FIRST_OUT
         return found
 
@@ -491,7 +491,8 @@ class EvictionOrder(Columns):
         return self._behind_followers(_Batch(rows, classes, keys, classes, keys).sorted(self.table), held, before, most)
 
     def _leads_its_followers(self, held: Rows, before: Rows) -> bool:
-        """Whether each page ranks after the pages that follow it in its prompt. `before`: the pages before `held`."""
+        """Return whether each page ranks after the pages that follow it in its prompt. `before`: the pages before
+        `held`."""
         after, before = held[before >= 0], before[before >= 0]
         is_free = self.locks[before] == 0
         after, before = after[is_free], before[is_free]

@@ -139,7 +139,7 @@ class TierPages(Columns):
         return iter(self.table.keys_of(self.rows_held()))
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the tier has the page of `key`."""
+        """Return whether the tier has the page of `key`."""
         row = self.table.row(key)
         return row >= 0 and bool(self.state[row] & HELD)
 

@@ -255,7 +255,7 @@ class PageTable(Columns):
             self.forget(rows)
 
     def forget(self, rows: Rows) -> None:
-        """Free the rows among these that have no references."""
+        """Free the rows of `rows` that have no references."""
         if self.refs[self.span(rows)].all():
             return
         needless = self._needless(rows)

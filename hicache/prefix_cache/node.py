@@ -83,13 +83,13 @@ class TreeNode(Node):
 
     @property
     def swa_tombstone(self) -> bool:
-        """Whether the window slots of the node were evicted."""
+        """Return whether the window slots of the node were evicted."""
         return not self.has(SWA)
 
     @property
     def evicted(self) -> bool:
-        """Whether the node is not on the device. Returns False for the root of a tree, so that a walk to the root ends
-        there."""
+        """Return whether the node is not on the device. Returns False for the root of a tree, so that a walk to the
+        root ends there."""
         return self._pages(FULL) is None and not (self.is_root and self.run is not None)
 
     @property

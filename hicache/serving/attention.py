@@ -1,9 +1,9 @@
 """Attention of transformers models over the slots of the device pool.
 
-transformers calls the attention function that is registered under the name in a model's configuration. The name
-"hicache" stands for `attend_by_slots`. It stores the new keys and values at their slots, and attends to the keys and
-values of the complete sequence in the pool, with `hicache.kernels.pool_attention`. The model's forward passes the
-description of the pass as keyword argument `hicache`.
+transformers calls the attention function that is registered under the name in a model's configuration. hicache
+registers `attend_by_slots` under the name "hicache". The function stores the new keys and values at their slots, and
+attends to the keys and values of the complete sequence in the pool, with `hicache.kernels.pool_attention`. The model's
+forward passes the description of the pass as keyword argument `hicache`.
 
 In a pass over slots, the tokens of all sequences are in one row, sequence after sequence. Sequences of different
 lengths and with different numbers of new tokens therefore share a pass without padding. The pool's getters wait for
@@ -50,7 +50,7 @@ class QuerySpan:
 
     @property
     def is_long(self) -> bool:
-        """Whether the span is a long chunk of one sequence."""
+        """Return whether the span has one sequence with at least `MIN_QUERIES` queries, enough for `long_extend`."""
         return len(self.queries.rows) == 1 and self.queries.max_queries >= MIN_QUERIES
 
     @cached_property

@@ -52,7 +52,7 @@ _WIDTHS = (34, 7, 7, 7, 7, 7, 9, 9)
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a conversation: its output with the cache, and without a cache."""
+    """A turn of a conversation. Contains the output of the run with the cache, and of the run without a cache."""
 
     name: str
     number: int
@@ -61,7 +61,7 @@ class Turn:
 
     @property
     def identical(self) -> bool:
-        """Whether the generated tokens equal those of the run without a cache."""
+        """Return whether the generated tokens equal those of the run without a cache."""
         return self.recomputed.tokens == self.cached.tokens
 
     def line(self) -> str:
@@ -161,8 +161,8 @@ class _Workload:
 
     @property
     def computed_tokens(self) -> int:
-        """The number of tokens that both halves of the demo compute, if the half with the cache computes each token
-        once."""
+        """The number of tokens that the run with the cache and the run without a cache compute together, if the run
+        with the cache computes each token once."""
         prompts = sum(len(prompt) for one in self.conversations for prompt in one.prompts)
         return self.working_set + prompts
 
@@ -233,7 +233,7 @@ def converse(flags: argparse.Namespace, say: Say) -> Outcome:
 
 
 def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Say) -> list[Turn]:
-    """Serve the turns one after the other with the cache, then without, and print a line for each."""
+    """Serve the turns one after another with the cache, then without a cache. Print a line for each turn."""
     order, cached, texts = workload.order, list[RequestOutput](), list[str]()
     scheduler = _scheduler(workload, engine)
     say(_line("request", "prompt", *TIERS, "computed", "ttft ms"))

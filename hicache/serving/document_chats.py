@@ -148,7 +148,7 @@ _DIARIES = (
 @dataclass(frozen=True)
 class Conversation:
     """A conversation. `prompts`: tokens of the prompt of each turn; all prompts begin with the `shared` tokens of the
-    document. `questions`: one for each turn."""
+    document. `questions`: one question for each turn."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]

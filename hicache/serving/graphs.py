@@ -79,8 +79,8 @@ class DecodeGraphs:
         return captured.logits[: len(chunks)].clone()
 
     def _capture(self, size: int, chunks: Sequence[Chunk]) -> bool:
-        """Capture the bucket. Returns whether that succeeded. The first failure is logged, and later batches run
-        without graphs."""
+        """Capture the graph of a bucket. Returns whether the capture succeeded. The first failure is logged, and later
+        batches run without graphs."""
         if self._failure is not None:
             return False
         context, batch = self._context, DecodeBatch.of(size, self._context.device)

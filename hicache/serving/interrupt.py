@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 
 class DeferredInterrupt:
-    """Within the `with` block, the first Ctrl-C is deferred to the next `check()`; the second one raises immediately.
+    """Within the `with` block, the first Ctrl-C is deferred to the next `check()`; a second Ctrl-C raises immediately.
 
     Outside of the main thread, which alone receives signals, the block has no effect.
     """

@@ -107,7 +107,8 @@ class LatentSlotAttention(SlotAttention):
         self, layer: int, query: torch.Tensor, expansion: _Expansion, kv_b_proj: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Compute attention in expanded form, for several tokens of some sequences: `query` [N, heads, nope + rope].
-        Returns [N, heads, v]. Some heads are expanded at a time, within `MAX_EXPANDED_BYTES`, but at least one."""
+        Returns [N, heads, v]. Heads are expanded in groups of at most `MAX_EXPANDED_BYTES`, but at least one head at a
+        time."""
         latent, rope = self._latent_pool.get_mla_kv_buffer(layer, expansion.slots, query.dtype)
         heads, nope = query.shape[1], query.shape[2] - rope.shape[2]
         up, outs = kv_b_proj.view(heads, -1, kv_b_proj.shape[1]), []

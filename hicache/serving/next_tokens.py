@@ -23,8 +23,9 @@ Changes = npt.NDArray[np.float64]
 
 
 def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list[tuple[ScheduledRequest, int]]:
-    """Choose a token for each request of a pass that lacks one. Returns pairs of request and token, and appends log
-    probabilities to requests that ask for them. `logits`: float32 [batch, vocab], not changed."""
+    """Choose a token for each request of a pass whose next token is not chosen yet. Returns pairs of request and token,
+    and appends log probabilities to the requests that ask for log probabilities. `logits`: float32 [batch, vocab], not
+    changed."""
     rows = [row for row, req in enumerate(batch) if req.lease is not None and req.kv_len == req.length]
     if not rows:
         return []
@@ -61,7 +62,7 @@ def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> 
 
 def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
     """Select the logits of the last token of each request's pass, [requests, vocab], from those of all its tokens.
-    Append the log probabilities of prompt tokens to requests that ask for them."""
+    Append the log probabilities of prompt tokens to the requests that ask for log probabilities."""
     if not any(req.is_scoring for req in requests):
         return logits
     counts = [req.num_logits for req in requests]
@@ -92,8 +93,8 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> lis
 def logit_changes(
     params: SamplingParams, prompt: npt.NDArray[np.int64], generated: npt.NDArray[np.int64], held_back: Collection[int]
 ) -> Changes:
-    """Return the changes of logits that `params` requires. `prompt`: distinct tokens of the prompt. `generated`: tokens
-    of the answer so far, int64 [generated]. `held_back`: ids that must not be chosen."""
+    """Return how `params` changes logits: one entry per affected token. `prompt`: distinct tokens of the prompt.
+    `generated`: tokens of the answer so far, int64 [generated]. `held_back`: ids that must not be chosen."""
     biased = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
     stops = np.array([*held_back], dtype=np.int64)
     seen = np.concatenate([prompt, generated]) if params.repetition_penalty != 1 else generated

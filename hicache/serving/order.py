@@ -3,9 +3,9 @@
     rank_s = submitted_s - lead_s + min(max_overtake_s, 4 * left_s)        lower ranks go first
     rank_s = submitted_s - lead_s + max_overtake_s                         of a preemptible request
 
-Having one second less to compute is worth four seconds of waiting. The rank of a waiting request changes only if more
-of its prompt is cached. The last term is at most `max_overtake_s`. Therefore, at equal priority, a request is served
-before all requests submitted more than `max_overtake_s` later.
+A request with one second less to compute has the same rank as a request that was submitted four seconds earlier. The
+rank of a waiting request changes only if more of its prompt is cached. The last term is at most `max_overtake_s`.
+Therefore, at equal priority, a request is served before all requests submitted more than `max_overtake_s` later.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ServingOrder:
         self._followed.assume(*measured.terms)
 
     def follow_speed(self) -> bool:
-        """Return whether the prefill speed has changed by a tenth. If it has, ranks use the new speed, and all ranks
-        must be computed again."""
+        """Return whether the prefill speed has changed by a tenth or more. After a change, ranks use the new speed, and
+        the caller must compute all ranks again."""
         for num_tokens in (_SHORT_TOKENS, _LONG_TOKENS):
             before_s, now_s = (cost.seconds(0, num_tokens) for cost in (self._followed, self._measured))
             if abs(now_s - before_s) > _SPEED_CHANGE * before_s:
@@ -55,8 +55,9 @@ class ServingOrder:
 
 
 def is_computed_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:
-    """Return whether a waiting request would be computed in one of the next passes. If not, it is not admitted, because
-    more of its tokens may become cached, and because shorter requests may arrive that are served first."""
+    """Return whether a waiting request would be computed in one of the next passes. A request that would not be
+    computed soon is not admitted, because more of its tokens may become cached, and because shorter requests may arrive
+    that are served first."""
     prompts = (other for other in running if not other.is_decoding and other.rank < req.rank)
     return sum(prompt.length - prompt.kv_len for prompt in prompts) < _PASSES_AHEAD * pass_tokens
 

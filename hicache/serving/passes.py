@@ -89,7 +89,7 @@ class PassContext:
 
     @cached_property
     def takes_logits_to_keep(self) -> bool:
-        """Whether the model accepts the number of tokens for which to compute logits."""
+        """Return whether the model accepts the number of tokens for which to compute logits."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
 

@@ -1,8 +1,9 @@
 """Measures the prefill speed during serving, reports it to the engine, and computes the budget of the next pass from
 it.
 
-On CUDA the runner returns after it launched a pass. `report` reads the events around a pass in a later step, when the
-device has reached them, so it never waits for them. On the CPU, a pass has already run when the runner returns.
+On CUDA the runner returns after it launched a pass. `report` reads the CUDA events before and after a pass in a later
+step, when the device has reached these events, so it never waits. On the CPU, a pass has already run when the runner
+returns.
 
     budget of a pass    [prompt by rank | next prompt | ...], each a chunk that begins where its KV ends
 
@@ -85,7 +86,8 @@ class PrefillPace:
     """Estimates from recent passes how many prompt tokens this machine computes in `max_pass_s` seconds. A `max_pass_s`
     of 0 means no limit.
 
-    The time of a pass includes its decoding requests. `first_tokens`: prompt tokens of a pass before one was measured.
+    The time of a pass includes its decoding requests. `first_tokens`: prompt tokens of a pass until a pass has been
+    measured.
     """
 
     def __init__(self, max_pass_s: float, first_tokens: float) -> None:
@@ -95,7 +97,7 @@ class PrefillPace:
         self._work = self._seconds = 0.0  # sums over passes, weighted by `_DECAY` for each full pass that ended later
 
     def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
-        """Note that a pass over `num_tokens` prompt tokens took `seconds`."""
+        """Record that a pass over `num_tokens` prompt tokens took `seconds`."""
         if not self._aim_s or seconds <= 0:
             return
         self._cost.observe(num_tokens, seconds, mean_position)
@@ -173,7 +175,7 @@ class PrefillMeter:
             self._observe(num_tokens, self._clock() - begin_s, positions / num_tokens)
 
     def _mark(self, num_tokens: int) -> None:
-        """Record that a pass was launched that is not counted."""
+        """Record the launch of a pass that does not count in the measurement."""
         if self._on_cuda and num_tokens:
             self._last = torch.cuda.Event()
             self._last.record()
@@ -183,8 +185,8 @@ class PrefillMeter:
         return self._pace.budget(num_tokens, has_streams)
 
     def saved_s(self, hit: Hit) -> dict[str, float]:
-        """Return, for each tier, the seconds of computing that its hits of a prompt saved. The hits of the device are
-        the beginning of the prompt, and those of the host and of the stores follow in this order."""
+        """Return, for each tier, the seconds of computing that the tier's hits of a prompt saved. The first tokens of
+        the prompt count as hits of the device, the following tokens as hits of the host, then of the stores."""
         saved, start = dict[str, float](), 0
         for tier, num_tokens in asdict(hit).items() if self.cost.is_measured else ():
             saved[tier], start = self.cost.seconds(start, start + num_tokens), start + num_tokens

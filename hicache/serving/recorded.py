@@ -46,8 +46,8 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chu
 
     Layers of a kind must store keys and values of one shape, [1, kv_heads, tokens, head_dim], or latents and rotary
     parts of keys, [1, 1, tokens, rank] and [1, 1, tokens, rope]. A layer that stores nothing is assumed to read the
-    keys and values of the last layer of its kind that stored some. Recurrent layers must have states of equal shapes.
-    Raises UnsupportedModel.
+    keys and values of the nearest earlier layer of its kind that stores them. Recurrent layers must have states of
+    equal shapes. Raises UnsupportedModel.
     """
     name = type(model).__name__
     recorders = [None if kind in ("recurrent", "stateless") else _Recorder(kind) for kind in kinds]

@@ -37,7 +37,7 @@ class Constraint(Protocol):
     """Restricts the tokens of one answer. The state of a constraint depends on the tokens taken so far."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return whether each token id may be the next token. Ids beyond the end of the array may not be it."""
+        """Return whether each token id may be the next token. Ids beyond the end of the array are not allowed."""
         ...
 
     def take(self, token: int) -> None:
@@ -62,8 +62,8 @@ class Request:
     influence which pages stay in the cache.
 
     `constraint`: belongs to this request alone, and may end its answer. `num_logprobs`: number of most likely tokens
-    whose log probabilities are kept for each generated token, in addition to that of the chosen one. `scores_prompt`:
-    log probabilities of the prompt's tokens are kept too, for which the complete prompt is computed.
+    whose log probabilities are kept for each generated token, in addition to the log probability of the chosen token.
+    `scores_prompt`: log probabilities of the prompt's tokens are kept too, for which the complete prompt is computed.
 
     Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is not an integer or too
     large, or a `deadline_s` not above 0.
@@ -105,7 +105,7 @@ class RequestOutput:
     """The outcome of a request.
 
     `tokens`: the generated tokens. `hit`: number of cached tokens per tier at the first admission; `cached_len` is the
-    sum of these numbers. `missed`: number of the other tokens of the prompt at that admission, by reason
+    sum of these numbers. `missed`: number of prompt tokens that were not cached at the first admission, by reason
     (`hicache.flow.misses`). `is_counted`: whether it counts in hit rates: its prompt was admitted, and no other answer
     to the prompt counts. `computed_tokens`: prompt tokens that the model computed, including those computed again after
     a preemption. `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the cause if

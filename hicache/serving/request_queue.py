@@ -25,11 +25,11 @@ class ScheduledRequest:
         sequence[kv_len, length)    tokens to compute: a part of the prompt, or the one that was generated last
         sequence[length, end)       tokens to generate
 
-    `arrival`: the number of its submission. `lead_s`: seconds of waiting that its priority is worth. `rank`: changed
-    only by its queue. `expected_len`: tokens of its prompt in memory at the last look-up, after `seen_commits` commits.
-    `num_scored`: prompt tokens that need no more logits; `is_scoring`: other prompt tokens do. `is_plain`: its logits
-    are needed only to choose a token. `is_decoding`: a token was generated under its present lease. `end`: end of the
-    next pass over it.
+    `arrival`: the number of its submission. `lead_s`: seconds of waiting to which its priority is equivalent. `rank`:
+    changed only by its queue. `expected_len`: tokens of its prompt in memory at the last look-up, after `seen_commits`
+    commits. `num_scored`: number of prompt tokens whose log probabilities are complete or not requested; `is_scoring`:
+    whether other prompt tokens still need logits. `is_plain`: its logits are needed only to choose a token.
+    `is_decoding`: a token was generated under its present lease. `end`: end of the next pass over it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ScheduledRequest:
             self.hit, self.missed = lease.hit, lease.missed
 
     def note_loaded(self, hit: Hit) -> None:
-        """Record tokens after the computed ones that no longer need computing."""
+        """Record tokens behind the computed tokens that were loaded and need no computing."""
         assert self.lease is not None and self.hit is not None
         self.kv_len += hit.tokens
         if self.lease.request.is_counted or not self.request.is_counted:

@@ -107,8 +107,9 @@ def _sample(
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
     """Sample tokens by softmax(logits / temperature), restricted in three steps: to the `top_k` most likely tokens; to
-    those of at least `min_p` of the most likely one's probability; to the smallest set of tokens whose probabilities
-    sum to `top_p`. `logits`: float64 [n, vocab]; the others float64 [n]. Returns int64 [n].
+    tokens whose probability is at least `min_p` times that of the most likely token; to the smallest set of tokens
+    whose probabilities sum to `top_p`. `logits`: float64 [n, vocab]. All other arguments: float64 [n]. Returns int64
+    [n].
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[1], device=logits.device)

@@ -47,14 +47,14 @@ _MAX_RETRIES = 1  # retries of a request whose prefix failed to load
 class Scheduler:
     """Serves requests through `runner` over `engine`. One thread calls all methods.
 
-    `chunk_tokens`: maximum tokens of one pass. Each request that decodes gets one of them, and prompts share the
-    others, but get at least one. `max_pass_s`: maximum seconds, by the measured prefill speed, of a pass with prompts
-    in which other requests decode; a pass in which no request decodes may take four times as long; 0: no limit.
-    `max_running`: maximum number of requests that hold slots. `stall_timeout_s`: maximum seconds for which a request
-    waits for slots while no running request could release any; after that, the request fails. `priority_level_s`:
-    seconds of waiting that a level of priority is worth. `max_overtake_s`: a request may overtake requests submitted up
-    to this many seconds earlier, if it has less left to compute; 0: first come, first served. `clock`: returns the
-    current time in seconds.
+    `chunk_tokens`: maximum tokens of one pass. Each request that decodes gets one of these tokens. Prompts share the
+    other tokens, but get at least one token. `max_pass_s`: maximum seconds, by the measured prefill speed, of a pass
+    with prompts in which other requests decode; a pass in which no request decodes may take four times as long; 0: no
+    limit. `max_running`: maximum number of requests that hold slots. `stall_timeout_s`: maximum seconds for which a
+    request waits for slots while no running request could release any; after that, the request fails.
+    `priority_level_s`: seconds of waiting to which one level of priority is equivalent. `max_overtake_s`: a request may
+    overtake requests submitted up to this many seconds earlier, if it has less left to compute; 0: first come, first
+    served. `clock`: returns the current time in seconds.
 
     The engine must be started, and stays open when the scheduler is dropped.
     """
@@ -236,10 +236,10 @@ class Scheduler:
     # One batch
 
     def _compose(self) -> list[ScheduledRequest]:
-        """Return the requests of the next pass, with slots for their tokens [kv_len, end): first those that decode,
-        then prompts within the budget, each by rank. A preemptible request, and all requests after it, join no pass
-        before the device has finished the last pass: until then, more of their pages may be read, which then need no
-        computing."""
+        """Return the requests of the next pass, with slots for their tokens [kv_len, end): first requests that decode,
+        then prompts within the budget, both sorted by rank. A preemptible request, and all requests after it, join no
+        pass before the device has finished the last pass: until then, more of their pages may be read, which then need
+        no computing."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
             if req.is_decoding:
@@ -257,7 +257,7 @@ class Scheduler:
         return list(batch)
 
     def _join(self, req: ScheduledRequest) -> None:
-        """Load pages that an overlapped prefetch has read after the computed tokens."""
+        """Load, behind the tokens that the request has computed, the pages that its overlapped prefetch has read."""
         if req.lease is not None and req.prefetch is not None and req.prefetch.overlaps:
             req.note_loaded(self._engine.join(req.lease, req.kv_len))
 
@@ -332,8 +332,8 @@ class Scheduler:
     # Preemption, retry, end
 
     def _preempt_below(self, req: ScheduledRequest) -> bool:
-        """Preempt the last running request if a waiting one has higher priority and a lower rank. Returns whether a
-        request was preempted."""
+        """Preempt the last running request if the waiting request `req` has higher priority and a lower rank. Returns
+        whether a request was preempted."""
         last = self._running_batch.last if self._running_batch else req
         if before := req.lead_s > last.lead_s and req.rank < last.rank:
             self._preempt(last)

@@ -93,8 +93,8 @@ class TokenDecoder:
 class StopMatcher:
     """Cuts a text before the first complete occurrence of one of `stops`, however the text is divided into pieces.
 
-    If several stop strings end at the same character, the longest one counts. Text that may be the beginning of a stop
-    string is held back.
+    If several stop strings end at the same character, the longest stop string counts. Text that may be the beginning of
+    a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -55,7 +55,8 @@ class WaitingRequests:
             self._queue.sort()
 
     def next_to_look_up(self, num_commits: int) -> ScheduledRequest | None:
-        """Return the ready request with the oldest look-up; None if it was looked up after `num_commits` commits."""
+        """Return the ready request with the oldest look-up; None if this look-up was made after `num_commits` commits,
+        so that a new one would find nothing else."""
         req = next(iter(self._looked_up), None)
         return None if req is None or req.seen_commits >= num_commits else req
 

@@ -19,8 +19,9 @@ from torch import nn
 def float32_weights(model: nn.Module) -> Iterator[None]:
     """Within the `with` block, `model` computes in float32 without TF32.
 
-    Tensors outside of lists of layers (embeddings, the head) are widened all the time, those of a layer only during its
-    own forward. Afterwards the model has its original tensors. No other code may use the model meanwhile.
+    Tensors outside of lists of layers (embeddings, the head) are widened all the time. The tensors of a layer are
+    widened only during the layer's own forward. Afterwards the model has its original tensors. No other code may use
+    the model meanwhile.
     """
     outside, layers = _split(model)
     widened = _WidenedTensors(outside)
@@ -38,7 +39,7 @@ def float32_weights(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Switch TF32 off, which rounds the factors of float32 products on CUDA."""
+    """Switch off TF32, because it rounds the factors of float32 products on CUDA."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
     settings: list[tuple[Any, str, Any]] = [(matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]

@@ -127,12 +127,12 @@ class UnstagedCopier:
         self._pitch = host.stride(0)
         self._table = mover.table
         segments = [segment for layer in self._table.segments for segment in layer]
-        # The number of copy calls for a run over all layers, and the bytes of the smallest row of a copy (one buffer of
-        # one layer of a page).
+        # `num_buffers`: copy calls that transfer one run of pages, one call per buffer of each layer. `piece_bytes`:
+        # bytes of one page in the smallest of these buffers.
         self.num_buffers = len(segments)
         self.piece_bytes = min(s.page_bytes for s in segments)
         self._span = max(s.span for s in segments)
-        # A page is one row of a copy only if its rows are adjacent in the pool.
+        # A strided copy needs the token rows of each page to be adjacent in the pool.
         self._can_copy = all(s.rows.stride(0) == s.row_bytes and self._span % s.span == 0 for s in segments)
 
     def runs(self, pages: Ids, slots: Ids) -> SlotRuns | None:

@@ -100,7 +100,8 @@ class Plan:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the copy uses a staging buffer, from which or to which a kernel moves the rows of the slots."""
+        """Return whether the copy uses a staging buffer, from which or to which a kernel moves the rows of the
+        slots."""
         return self.method in ("strided", "batched")
 
 

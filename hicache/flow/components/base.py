@@ -192,7 +192,7 @@ class CacheComponent(ABC):
         return self.needed(admission) - self.size_of(num_own)
 
     def fits_now(self, admission: Admission) -> bool:
-        """Whether the request fits now. Changes nothing."""
+        """Return whether the request fits now. Changes nothing."""
         kept = self.tree.to_protect(self.name, admission.match, admission.device_len, admission.length)
         evictable = max(0, self.resident.evictable - kept)
         return self.needed(admission) <= self.available() + self.num_evicting + evictable

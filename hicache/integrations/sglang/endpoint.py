@@ -16,7 +16,7 @@ _FAMILIES: dict[str, Any] = {}  # one dict per process, because prometheus_clien
 
 
 class Endpoint:
-    """Exports the metrics of one rank, in SGLang's scheduler thread. `labels`: of the rank."""
+    """Exports the metrics of one rank, in SGLang's scheduler thread. `labels`: the labels of the rank."""
 
     def __init__(self, labels: Mapping[str, str], clock: Callable[[], float]) -> None:
         self._labels = dict(labels)

@@ -1,4 +1,4 @@
-"""Decides whether the pages that the disk holds of a prompt are loaded, by the measured speeds of server and disk.
+"""Decides by the measured speeds of server and disk whether the pages of a prompt that are on the disk are loaded.
 
     looked up | loads                  | computes the rest   | stored
               ^ the disk is busy       ^ waits for the GPU or runs on it: other prompts that compute delay it
@@ -149,7 +149,7 @@ class LoadGate(ServerLoadPolicy):
             self.abandon()
 
     def computed(self, num_tokens: int) -> None:
-        """Note that SGLang copies the KV of `num_tokens` tokens to the host. Called by SGLang's scheduler; does not
+        """Record that SGLang copies the KV of `num_tokens` tokens to the host. Called by SGLang's scheduler; does not
         access the store."""
         with self._lock:
             for prompt in self._waiting():  # prompts are in the order of look-up, in which SGLang usually serves them
@@ -166,7 +166,7 @@ class LoadGate(ServerLoadPolicy):
             self._settle()
 
     def offered(self, keys: Sequence[str]) -> None:
-        """Note that SGLang offers pages to be stored: they were computed, or loaded before."""
+        """Record that SGLang offers pages to be stored. The offered pages were computed, or loaded before."""
         with self._lock:
             self._note.step()
             for prompt in self._prompts:
@@ -190,7 +190,7 @@ class LoadGate(ServerLoadPolicy):
         return (prompt for prompt in self._prompts if not prompt.to_load)
 
     def _settle(self) -> None:
-        """Drop completed prompts, and keep the time since when a prompt has waited for the GPU."""
+        """Remove completed prompts, and update the time since which some prompt has waited for the GPU."""
         self._prompts = [
             prompt
             for prompt in self._prompts

@@ -16,7 +16,7 @@ _METHOD = "backup_from_device_all_layer"
 
 
 class HostCopies:
-    """Wraps the method of a host pool by which SGLang's scheduler thread copies tokens to it."""
+    """Wraps the method of a host pool with which SGLang's scheduler thread copies tokens to the pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None

@@ -38,7 +38,7 @@ class HostPages(Protocol):
     """The pages of one host pool. `form`: the order of a page's bytes. `page_slots`: slots of a page.
 
     `locations` finds pages by their slots, `[pages * page_slots]`. `gather` copies a page into `page`, `scatter` copies
-    it back. They access the pool's memory, so the pool must be alive.
+    it back. `gather` and `scatter` access the pool's memory, so the pool must be alive.
     """
 
     form: str
@@ -123,8 +123,8 @@ class MarkerPages:
 
 
 def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
-    """Return the pages of `pool`. `pieces` False: in the byte order of its flat pages, for callers that pass flat
-    pages. Raises `ConfigError` if the pool supports neither."""
+    """Return the pages of `pool`. `pieces` False: use the byte order of the pool's flat pages, for callers that pass
+    flat pages. Raises `ConfigError` if the pool supports neither."""
     refusals = []
     if pieces:
         try:
@@ -156,5 +156,5 @@ def page_format(pages: HostPages, dtype: torch.dtype) -> PageFormat:
 
 
 def as_bytes(tensor: torch.Tensor) -> PageBuffer:
-    """The bytes of a CPU tensor as an array; a tensor that is not contiguous is copied."""
+    """Return the bytes of a CPU tensor as an array. A tensor that is not contiguous is copied."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,4 +1,5 @@
-"""The identity of stored pages: all that decides the meaning of their bytes. SGLang's keys only identify tokens."""
+"""The identity of stored pages: all properties of model and server that decide the meaning of their bytes. SGLang's
+keys only identify tokens."""
 
 from __future__ import annotations
 
@@ -73,6 +74,6 @@ def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
 
 
 def key_prefix(name: str, description: dict[str, str | int]) -> bytes:
-    """Return the prefix of the names of a pool's pages. It differs between the pools of one store."""
+    """Return a prefix for the page names of a pool. Pools of one store have different prefixes."""
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
     return f"{name}\0{digest}\0".encode()

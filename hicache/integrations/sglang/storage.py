@@ -214,7 +214,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return self.gate is not None and self.gate.decide(keys, held, kv.pages.page_bytes)
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
-        """The number of `keys` that are stored without a gap from the first on."""
+        """Return the number of consecutive `keys`, from the first key on, that are stored."""
         pool = self._pools[name]
         return sum(1 for _ in takewhile(bool, self._find(pool, keys)))
 
@@ -258,8 +258,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return self._read(pool, keys, lambda i, page: pool.pages.scatter(locations[i], page))
 
     def _read(self, pool: Pool, keys: list[str], received: Callable[[int, PageBuffer], None]) -> list[bool]:
-        """Read pages; returns for each whether it was read. The wait for each page of the KV pool is limited to the
-        time that computing all of them would take."""
+        """Read pages. Returns for each page whether it was read. The wait for each page of the KV pool is limited to
+        the time that computing all requested pages would take."""
         gate, clock = self.gate, pool.server.stores.clock
         assert gate is not None
         begin_s = progress_s = clock()
@@ -335,7 +335,7 @@ def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Seque
 
 
 def _restorable(stored: Sequence[bool], window: int) -> set[int]:
-    """The prefix lengths, in pages, at which the last `window` pages are stored. `stored`: which pages are."""
+    """Return the prefix lengths, in pages, at which the last `window` pages are stored. `stored`: which pages are."""
     lengths, run = set(), 0
     for length, is_stored in enumerate(stored, 1):
         run = run + 1 if is_stored else 0

@@ -86,9 +86,9 @@ class Admission:
         self._waiting: dict[str, Promotions] = {}  # requests with loads, until they are scheduled
 
     def admits(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Whether to load a chunk that the disk holds, for a request. None: retry in the next step, because the store
-        has not answered for all chunks yet, or the CPU tier has no free rows yet. If vLLM does not report the chunk's
-        tokens, it is loaded."""
+        """Return whether to load a chunk that the disk holds, for a request. None: retry in the next step, because the
+        store has not answered for all chunks yet, or the CPU tier has no free rows yet. If vLLM does not report the
+        chunk's tokens, it is loaded."""
         gate, request = self._gate, req_context.req_id
         candidate = gate.candidate(request)
         if candidate is None or not candidate.loads:

@@ -90,8 +90,8 @@ def digest_of(shapes: Sequence[tuple[BlockShape, Sequence[int]]]) -> bytes:
 def shapes_of(
     page_bytes: int, block_bytes: int, tokens: int, heads: HeadLayout, format: PackFormat, blocks_per_chunk: int
 ) -> list[BlockShape]:
-    """The tiles of blocks of `page_bytes` that begin `block_bytes` apart, by width. Raises ConfigError if no tiles
-    cover all bytes of a block."""
+    """Return the tiles, by width, of blocks that have `page_bytes` and begin `block_bytes` apart. Raises ConfigError if
+    no tiles cover all bytes of a block."""
     all_channels, rest = divmod(page_bytes, tokens * _ELEMENT_BYTES)
     channels, is_token_first = heads.channels or 0, heads.is_token_first
     widths = _widths_of(channels)

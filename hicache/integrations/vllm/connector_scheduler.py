@@ -289,12 +289,12 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         return None if block is None else block.block_id
 
     def _is_on_gpu(self, key: OffloadKey) -> bool:
-        """Whether the GPU's cache has the chunk. Requests free their last blocks first, so the last block of a chunk is
-        evicted first."""
+        """Return whether the GPU's cache has the chunk. Requests free their last blocks first, so the last block of a
+        chunk is evicted first."""
         return self._block_of(key) is not None
 
     def _ends_chunk(self, block_hash: bytes, num_tokens: int | None) -> bool:
-        """Whether a chunk ends with the block that has this hash, and should be stored."""
+        """Return whether a chunk ends with the block that has this hash, and should be stored."""
         group = self._groups.get(get_offload_group_idx(block_hash))
         if group is None or num_tokens is None:
             return False

@@ -1,4 +1,4 @@
-"""Decides whether the chunks that the disk holds of a prompt are loaded, by the measured speeds of server and disk.
+"""Decides by the measured speeds of server and disk whether the chunks of a prompt that are on the disk are loaded.
 
     looked up | answered and weighed | rows in the CPU tier | read, part by part | scheduled | computed | stored
     <- no: the disk says nothing  -> <- retry, or a part -> <- the disk is silent ->           <- speed of prefill ->
@@ -53,7 +53,7 @@ class PrefillTimer:
         step begins | computed | step begins | copied | arrives | step begins: counted
         <----- counted ------->
 
-    Time counts once, for the tokens that arrive first. Time in which no prompt is computed does not count.
+    Time in which several prompts are computed counts once. Time in which no prompt is computed does not count.
     """
 
     def __init__(self, cost: CostModel, clock: Callable[[], float]) -> None:
@@ -66,11 +66,12 @@ class PrefillTimer:
         self._tokens = self._positions = self._seconds = 0.0
 
     def begin(self, request: str, start: int, end: int) -> None:
-        """Record the first step of a request, which computes complete chunks of its prompt in tokens [start, end)."""
+        """Record that the first step of a request begins. Tokens [start, end) are the complete chunks of the prompt
+        that have to be computed."""
         self._prompts[request] = _Prompt(self._clock(), start, end)
 
     def computed(self, request: str, start: int, end: int) -> None:
-        """Note that tokens [start, end) of a request have arrived in the CPU tier."""
+        """Record that tokens [start, end) of a request have been copied to the CPU tier, so they have been computed."""
         prompt = self._prompts.get(request)
         if prompt is None:
             return
@@ -88,7 +89,7 @@ class PrefillTimer:
         self._prompts.pop(request, None)
 
     def step(self) -> None:
-        """Note the begin of a step, and count the tokens that arrived."""
+        """Record the beginning of a step, and count the tokens that arrived in the CPU tier since the last step."""
         if self._begin_s < math.inf:
             self._seconds += max(0.0, self._step_s - max(self._counted_s, self._begin_s))
             self._counted_s = max(self._counted_s, self._step_s)
@@ -146,8 +147,8 @@ class Rows(NamedTuple):
     may_grow: bool = False
 
     def are_few(self, num_chunks: int) -> bool:
-        """Whether waiting could provide more rows for `num_chunks` chunks. Chunks that can never all fit need only half
-        of the rows, because other requests hold some rows at any time."""
+        """Return whether waiting could provide more rows for `num_chunks` chunks. Chunks that can never all fit need
+        only half of the rows, because other requests hold some rows at any time."""
         return self.may_grow and self.num < (num_chunks if num_chunks <= self.all else self.all // 2)
 
 
@@ -209,11 +210,11 @@ class LoadGate(ServerLoadPolicy):
         self.has_waiting = False  # a request waits for rows since this step began; later requests wait behind it
 
     def add_request(self, request: str) -> None:
-        """Note a new request of vLLM."""
+        """Record a new request of vLLM."""
         self._live.add(request)
 
     def candidate(self, request: str) -> Candidate | None:
-        """The candidate of the request; None if it has not asked yet."""
+        """Return the candidate of the request; None if vLLM has not looked up chunks for the request yet."""
         return self._candidates.get(request)
 
     def add_candidate(self, request: str, start: int, end: int) -> Candidate:
@@ -223,8 +224,8 @@ class LoadGate(ServerLoadPolicy):
         return candidate
 
     def needs_earlier_tokens(self, candidate: Candidate, start: int) -> bool:
-        """Whether the request asks for earlier tokens, from `start` on, than in an earlier step. Within one step vLLM
-        may look chunks up from the end."""
+        """Return whether the request asks for earlier tokens, from `start` on, than in an earlier step. Within one step
+        vLLM may look chunks up from the end."""
         if start >= candidate.start:
             return False
         if candidate.step < self._step:
@@ -233,8 +234,8 @@ class LoadGate(ServerLoadPolicy):
         return False
 
     def is_due(self, candidate: Candidate) -> bool:
-        """Whether to decide on the candidate now: at most once a step, not before all chunks of the prompt were looked
-        up, and not while it waits behind another request for rows."""
+        """Return whether to decide on the candidate now: at most once a step, not before all chunks of the prompt were
+        looked up, and not while it waits behind another request for rows."""
         if candidate.loads is not None or candidate.step == self._step:
             return False
         if self.has_waiting and self._clock() < candidate.waits_until_s:
@@ -243,8 +244,8 @@ class LoadGate(ServerLoadPolicy):
         return True
 
     def num_delayed(self, request: str) -> int:
-        """Other requests that computing for this one delays: those that run or wait for the GPU, but not for the
-        disk."""
+        """Return the number of other requests that computing this request would delay: requests that run or wait for
+        the GPU, without requests that wait for the disk."""
         return len(self._live - self._at_disk - {request})
 
     def wait(self, request: str, candidate: Candidate) -> None:
@@ -306,7 +307,7 @@ class LoadGate(ServerLoadPolicy):
         self.cost.observe_reads([(num_bytes, seconds)], store)
 
     def loaded(self, request: str) -> None:
-        """Note that the request has no more loads in flight."""
+        """Record that the request has no more loads in flight."""
         self._at_disk.discard(request)
 
     def stored(self, request: str, start: int, end: int) -> None:
@@ -314,8 +315,8 @@ class LoadGate(ServerLoadPolicy):
         self._timer.computed(request, start, end)
 
     def step(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
-        """Note the end of a scheduler step that scheduled these requests for the first time and preempted those. Then
-        the GPU computes the step."""
+        """Record the end of a scheduler step that scheduled the requests `scheduled` for the first time and preempted
+        the requests `preempted`. Then the GPU computes the step."""
         self._step += 1
         self._accepted_bytes.clear()
         self.has_waiting = False
@@ -355,8 +356,8 @@ class LoadGate(ServerLoadPolicy):
         return self.compare(slowest_s, part.start, part.end, num_delayed)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
-        """Whether to wait for rows, or to continue waiting: for as long as the load would save, estimated at the first
-        decision."""
+        """Return whether to wait for rows, or to continue waiting: for as long as the load would save, estimated at the
+        first decision."""
         if candidate.waits_until_s == -math.inf:
             load_s, compute_s, num_delayed = estimate
             if compute_s is None or compute_s == math.inf:

@@ -60,8 +60,8 @@ class GpuCopies:
         self.ended.clear()
 
     def choose(self, num: int, protected: Container[OffloadKey]) -> list[OffloadKey]:
-        """Return at most `num` evictable chunks that the GPU also has, except `protected` ones. The chunk with the
-        newest flag is first: the GPU keeps it longest. The caller evicts the chunks."""
+        """Return at most `num` evictable chunks that the GPU also has, without the chunks in `protected`. The chunk
+        with the newest flag is first: the GPU keeps it longest. The caller evicts the chunks."""
         chosen: list[OffloadKey] = []
         stale: list[OffloadKey] = []
         for key in reversed(self._evictable):
@@ -78,9 +78,9 @@ class GpuCopies:
 
 @runtime_checkable
 class EvictsGpuCopies(Protocol):
-    """A policy of hicache's, as the tier and the connector use it. `cache_capacity`: rows in all. `miss_reasons`: of
-    chunks that the CPU tier lacks. `evicted_ages_s`: seconds since the last use of evicted chunks; the manager takes
-    them."""
+    """A policy of hicache's, as the tier and the connector use it. `cache_capacity`: number of rows. `miss_reasons`:
+    reasons for which the CPU tier lacks chunks. `evicted_ages_s`: seconds since the last use of evicted chunks; the
+    manager takes them."""
 
     cache_capacity: int
     copies: GpuCopies
@@ -100,8 +100,8 @@ class EvictsGpuCopies(Protocol):
         ...
 
     def apply_hints(self, hints: Hints, chunks: Sequence[OffloadKey], num_shared: int) -> None:
-        """Apply the hints of a request that has finished. `chunks`: of the request, in the order of its prompt, of
-        which other prompts continue the first `num_shared`. Chunks that neither the CPU tier nor the GPU has are
+        """Apply the hints of a request that has finished. `chunks`: the chunks of the request, in the order of its
+        prompt; other prompts share the first `num_shared` of them. Chunks that neither the CPU tier nor the GPU has are
         ignored."""
         ...
 

@@ -58,9 +58,9 @@ class Lookups:
         return len(self._verdicts)
 
     def lookup(self, chunk: bytes, request: str) -> bool | None:
-        """Whether the store holds the chunk; None: retry in the next step. If the first chunk of the request turns out
-        to be missing, return False for the following chunks of this step. vLLM got None for the first chunk, so it
-        retries all of them if it does not need a prefix."""
+        """Return whether the store holds the chunk; None: retry in the next step. If the first chunk of the request
+        turns out to be missing, return False for the following chunks of this step. vLLM got None for the first chunk,
+        so it retries all of them if it does not need a prefix."""
         looked_up, first = self._verdicts_by_request.get(request), self._first.get(request)
         if first is not None and first.held is None and not len(self._verdicts_by_request[request]) % _LOOKUPS_A_POLL:
             self._poll()
@@ -92,7 +92,7 @@ class Lookups:
         return list(takewhile(lambda chunk: looked_up[chunk].held, found))
 
     def may_be_held(self, chunk: bytes) -> bool:
-        """Whether the store holds a chunk that an unfinished request has looked up, or has not answered yet."""
+        """Return whether the store holds a chunk that an unfinished request has looked up, or has not answered yet."""
         verdict = self._verdicts.get(chunk)
         return verdict is not None and verdict.held is not False
 

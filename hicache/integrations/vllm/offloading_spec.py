@@ -204,7 +204,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
 
     @property
     def _may_store_evicted(self) -> bool:
-        """Whether HiCacheConnector could store chunks when the GPU evicts them, as far as this spec knows: see
+        """Return whether HiCacheConnector could store chunks when the GPU evicts them, as far as this spec knows: see
         `reason_for_eager_stores`."""
         config = self.config
         block_tokens = {group.tokens_per_block for group in config.groups}

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Misfits:
-    """Numbers of stored chunks, and of chunks that did not fit their packed size. Shared by the links of a worker."""
+    """Counts stored chunks, and chunks that did not fit their packed size. All links of a worker share one counter."""
 
     stored: int = 0
     misfits: int = 0
@@ -65,8 +65,8 @@ class Misfits:
 
 @dataclass(frozen=True)
 class _Part:
-    """The tiles of one shape in all tensors that have it: bytes [start, end) of a row. `scratch_packer`,
-    `scratch_slots`: for the scratch memory."""
+    """Bytes [start, end) of each row in the CPU tier: the packed tiles of all tensors with tiles of one shape.
+    `scratch_packer`, `scratch_slots`: packer and slots of the scratch memory, into which one chunk is unpacked."""
 
     shape: BlockShape
     start: int
@@ -226,7 +226,7 @@ class PackedChunkLink:
         return ops
 
     def _by_block(self, rows: Ids, blocks: Ids) -> tuple[Ids, Ids, Ids]:
-        """For each block of complete chunks: its row, its index in the chunk, and its number in the cache."""
+        """Return for each block of complete chunks: its row, its index in the chunk, and its number in the cache."""
         index = np.tile(np.arange(self._blocks_per_chunk), len(rows))
         return np.repeat(rows, self._blocks_per_chunk), index, blocks.reshape(-1)
 

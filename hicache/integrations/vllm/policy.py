@@ -329,7 +329,7 @@ class HiCachePolicy(CachePolicy):
         order.lock(rows[~is_evictable & (order.locks[rows] == 0)])
 
     def _add_rows(self, chunks: Sequence[OffloadKey]) -> None:
-        """Give chunks rows, which are locked."""
+        """Create a locked row of the eviction order for each chunk."""
         if chunks:
             rows = self._table.add_unnamed(len(chunks), 0)
             self._table.set_keys(rows, chunks)
@@ -367,13 +367,14 @@ class LRUPolicy(HiCachePolicy):
 
 
 class LFUPolicy(HiCachePolicy):
-    """Evicts the least often used chunk first; among equal ones, the least recently used."""
+    """Evicts the chunk with the fewest uses first; of chunks with equally many uses, the least recently used chunk."""
 
     strategy = "lfu"
 
 
 class SLRUPolicy(HiCachePolicy):
-    """Evicts chunks that only one request used first; within both segments, the least recently used."""
+    """Evicts chunks that only one request has used before all other chunks; within both groups, the least recently used
+    chunk first."""
 
     strategy = "slru"
 

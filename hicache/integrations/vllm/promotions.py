@@ -33,7 +33,7 @@ class Promotions:
     waits: bool = True
 
     def offer(self, chunk: OffloadKey) -> bool:
-        """Whether the chunk may be read for the request."""
+        """Return whether the chunk may be read for the request."""
         return self.reads.setdefault(chunk, 0) < MAX_READS
 
     def read(self, chunks: Iterable[OffloadKey]) -> None:

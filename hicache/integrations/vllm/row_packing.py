@@ -62,8 +62,8 @@ class RowPacking:
         return f"rows={self.format.bits}/{self.format.escapes[0]:g}"
 
     def are_packed(self, rows: npt.NDArray[np.uint8], ids: Sequence[int]) -> list[bool]:
-        """For each row of `ids`, whether all its parts are packed. `rows`: uint8 `[rows, bytes]`. A raw row does not
-        contain all bytes of its chunk."""
+        """Return for each row of `ids` whether all its parts are packed. `rows`: uint8 `[rows, bytes]`. A raw row does
+        not contain all bytes of its chunk."""
         ends = np.arange(1, self.num_parts + 1) * self.part_bytes - TRAILER_BYTES
         packed: list[bool] = (rows[np.asarray(ids, np.int64)[:, None], ends] == RowKind.PACKED).all(1).tolist()
         return packed

@@ -449,7 +449,7 @@ class HiCacheTier(SecondaryTierManager):
         return tuple(itertools.compress(chunks, are_packed)), PageRows(self._rows, ids)
 
     def _are_sha256(self, chunks: Sequence[OffloadKey]) -> bool:
-        """Whether the names of the chunks mean the same in every process. If not, log the remedy once."""
+        """Return whether the names of the chunks mean the same in every process. If not, log the remedy once."""
         if all(len(chunk) == _KEY_BYTES for chunk in chunks):
             return True
         if not self._refused_hash:

@@ -94,7 +94,7 @@ def documents_of(files: Sequence[Path]) -> str:
 
 
 def _as_own(error: openai.APIError, server: str) -> HiCacheError:
-    """Convert an error of the client library to a HiCacheError with a remedy."""
+    """Convert an error of the client library into a HiCacheError that names a remedy."""
     if isinstance(error, openai.APIConnectionError):
         return NoServer(server, str(error.__cause__ or error))
     # Drop the status that the client library puts before the server's message.

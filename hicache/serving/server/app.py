@@ -49,7 +49,7 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class AppSettings:
-    """Settings of the application. A request needs one of `api_keys`. If `api_keys` is empty, every client may send
+    """Settings of the application. A request must have one of `api_keys`. If `api_keys` is empty, every client may send
     requests."""
 
     api_keys: Sequence[str]
@@ -219,7 +219,8 @@ def _add_status(app: FastAPI, frontend: Frontend) -> None:
 
 
 def _add_dashboard(app: FastAPI, metrics: ServerMetrics, kept: KeptReadings | None) -> None:
-    """Add the dashboard page, and the figures that it reads each second. Like `/metrics`, both need no key."""
+    """Add the dashboard page, and the figures that it reads each second. Like `/metrics`, both routes need no API
+    key."""
     page = _PAGE.read_text(encoding="utf-8")
 
     @app.get("/dashboard", response_class=HTMLResponse)

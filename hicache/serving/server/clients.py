@@ -37,7 +37,7 @@ async def watched(receive: Receive, generation: Generation, fields: dict[str, An
     """End the generation if the client disconnects within the `with` block. At the end of the block, abort all answers
     that have not finished.
 
-    `fields` are those of the log line, to which the outcome is added.
+    `fields`: the fields of the request's log line, to which the outcome is added.
     """
 
     async def wait_for_disconnect() -> None:

@@ -127,8 +127,8 @@ def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder
 
 
 def _checked_keys(given: str | None) -> tuple[str, ...]:
-    """Return the keys of the flag, or else those of the environment. Raises ConfigError if no client could send one of
-    the keys; the message contains no key."""
+    """Return the API keys of the flag or, without the flag, of the environment. Raises ConfigError if no client could
+    send one of the keys; the message contains no key."""
     keys = api_keys() if given is None else tuple(given.split(","))
     if given is not None and "" in keys:
         raise ConfigError("--api-key has an empty key; give keys with commas between them, or leave the flag out")
@@ -283,7 +283,7 @@ async def _until_stopped(
 
 
 async def _any(serving: asyncio.Task[None], *events: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
-    """Wait for the server's end, for one of the events, or for the timeout."""
+    """Wait until the server ends, one of the events is set, or the timeout has passed."""
     tasks = [asyncio.create_task(event) for event in events]
     await asyncio.wait([serving, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

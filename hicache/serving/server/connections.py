@@ -66,9 +66,9 @@ def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
 
 
 class Connection(H11Protocol):
-    """One connection. If there are too many connections, the one that has waited longest for a request, or for the rest
-    of one, is closed; if responses are in progress on all others, the new connection is closed. The scope of each
-    request has the key `IS_CROWDED`."""
+    """One connection. If there are too many connections, the connection that has waited longest for a request, or for
+    the rest of a request, is closed. If responses are in progress on all other connections, the new connection is
+    closed. The scope of each request has the key `IS_CROWDED`."""
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)

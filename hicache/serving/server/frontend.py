@@ -55,8 +55,9 @@ class Limits:
 
 @dataclass
 class _OpenRequest:
-    """An answer to a prompt. Times are of `time.perf_counter`. `others`: further answers to the same prompt. They are
-    submitted when the first token of this one arrives, so that they find the prompt in the cache."""
+    """An answer to a prompt. Times are of `time.perf_counter`. `others`: further answers to the same prompt. The
+    further answers are submitted when the first token of this answer arrives, so that they find the prompt in the
+    cache."""
 
     generation: Generation
     arrival_s: float

@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def usage(self) -> Usage:
-        """The usage of the answer so far."""
+        """Return the numbers of tokens of the answer so far."""
         return Usage(self.prompt_len, self.num_tokens)
 
     @property

@@ -1,4 +1,5 @@
-"""Common handling of all HTTP requests: a request id, a log line, a check of the key, a limit of the body."""
+"""Common handling of all HTTP requests: a request id, a log line, a check of the API key, and a limit on the size of
+the body."""
 
 from __future__ import annotations
 
@@ -105,9 +106,10 @@ class RequestLog:
 
 
 class Gate:
-    """Refuses four kinds of requests: those with none of the keys on routes that need one; those other than probes if
-    the server is crowded; those with both Content-Length and Transfer-Encoding, or with two Content-Lengths, because a
-    proxy may disagree with this server about their end; and those whose Content-Length exceeds `max_body_bytes`."""
+    """Refuses four kinds of requests: requests without a valid API key on routes that need one; requests other than
+    probes if the server is crowded; requests with both Content-Length and Transfer-Encoding, or with two
+    Content-Lengths, because a proxy may disagree with this server about their end; and requests whose Content-Length
+    exceeds `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app

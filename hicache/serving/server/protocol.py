@@ -36,11 +36,11 @@ from hicache.serving.server.fields import (
 )
 from hicache.serving.server.response_format import ResponseFormat
 
-_MAX_FIELDS = 128  # maximum fields of an object, because each unknown field causes an error
+_MAX_FIELDS = 128  # maximum fields of a JSON object, because each unknown field causes an error message
 _MAX_SEED = (1 << 63) - 1
 _MAX_PRIORITY = 10
 _MAX_TOKENS = 1 << 31
-_MAX_LISTED_TOKENS = 1024  # maximum tokens of a list, because each step processes all of them
+_MAX_LISTED_TOKENS = 1024  # maximum tokens in `logit_bias` and `stop_token_ids`, which every decode step processes
 _MAX_FACTOR = 1e4
 _MAX_ANSWERS = 128
 _SAMPLING = (
@@ -224,7 +224,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     def without_texts(self) -> CompletionBody:
-        """Return a copy without the prompt's text, for the rest of the request's life."""
+        """Return a copy of the body without the prompt's text. The server keeps this copy until the request ends."""
         return self.model_copy(update={"prompt": [0]})
 
     @property

@@ -162,8 +162,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of text of choice `index`. `usage` is that of the choice so far. `finish_reason` is set in the last
-    piece. `logprobs` are those of further tokens; None: not requested."""
+    """A piece of text of choice `index`. `usage`: the usage of the choice so far. `finish_reason` is set in the last
+    piece. `logprobs`: log probabilities of the tokens since the last piece; None: not requested."""
 
     index: int
     text: str

@@ -43,8 +43,9 @@ class PromptWorkers:
     """Runs the pool of processes; the event loop calls its methods. `load` loads the tokenizer in each process; it is
     pickled.
 
-    If a process ends while it works, all large bodies in the pool fail, and the next one creates a new pool. The system
-    kills a process that spends `max_cpu_s` seconds on one body. All processes end with this object or with the server.
+    If a process ends while it works, all large bodies in the pool fail, and the next large body creates a new pool. The
+    system kills a process that spends `max_cpu_s` seconds on one body. All processes end with this object or with the
+    server.
     """
 
     def __init__(self, encoder: PromptEncoder, load: Callable[[], Tokenizer], *, max_cpu_s: float = _MAX_CPU_S) -> None:
