@@ -77,8 +77,9 @@ _DISK_TOKEN_S = 92e-6
 
 @dataclass(frozen=True)
 class Rate:
-    """A case. `slowdown`: time of loading over time of computing. `variants`: the ways that it is compared with.
-    `target`: if above 1, computing is also measured in turns with it. `freezes`: the store hangs after a quarter."""
+    """A case. `slowdown`: time of loading over time of computing. `variants`: the alternatives with which the case is
+    compared. `target`: if above 1, computing is also measured in turns with the case. `freezes`: the store hangs after
+    a quarter of the prompt."""
 
     name: str
     slowdown: float
@@ -118,7 +119,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 class SleepingRunner:
-    """Implements the scheduler's `Runner`. `speed`: its speed as a multiple of that GPU's."""
+    """Implements the scheduler's `Runner`. `speed`: the speed of the simulated passes as a multiple of the GPU's
+    speed."""
 
     def __init__(self, engine: CacheEngine, vocab: int, speed: float) -> None:
         self._engine = engine
@@ -172,15 +174,15 @@ class _Case:
         sync(self.served.engine.pool.device)
 
     def request(self, tokens: Tokens, variant: Variant, num_new: int = 1) -> Request:
-        """Return a request to be submitted now. With `variant` "load" it waits for its complete prefix; with "compute"
-        it finds none."""
+        """Return a request to be submitted now. With `variant` "load" the request waits for its complete prefix; with
+        "compute" it finds no cached prefix."""
         name = self.name(variant)
         if variant == "load":
             self.served.engine.prefetch(name, tokens, mode="wait_complete")
         return Request(name, tokens, num_new, namespace=name if variant == "compute" else "")
 
     def seconds(self, prompts: Sequence[Tokens], variant: Variant) -> float:
-        """Return the seconds until all requests have their tokens."""
+        """Submit a request for each prompt. Return the seconds until all requests have their tokens."""
         self.forget()
         scheduler, begin_s = self.served.scheduler(), time.perf_counter()
         for tokens in prompts:
@@ -192,7 +194,8 @@ class _Case:
         return time.perf_counter() - begin_s
 
     def set_rate(self, known: Sequence[Tokens], seconds: float) -> None:
-        """Make the store take `seconds` for prompts `known`, and read a part of one, so that the engine measures it."""
+        """Set the rate of the store such that reading all prompts `known` takes `seconds`. Then read a part of one
+        prompt, so that the engine measures the new rate."""
         self.store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
         self.forget()
         engine, name = self.served.engine, self.name("load")
@@ -241,7 +244,8 @@ class _Both:
         self._report_case("eight", [both_s], min(computed_s, loaded_s), 0.75, note)
 
     def restart(self) -> None:
-        """Build a new engine over the same store, whose files are not in the kernel's page cache."""
+        """Measure after a restart: build a new engine over the same store, after its files were dropped from the
+        kernel's page cache."""
         sizes, store = self._sizes, Path(tempfile.mkdtemp(prefix="hicache-both-", dir=self._folder or None))
         (tokens,) = prompts(1, sizes.long, self._served.vocab, seed=3)
         budget = 2 * len(tokens) * self._served.token_bytes
@@ -302,8 +306,8 @@ class _Both:
         self._report_case(rate.name, taken["both"], best_s, rate.target, note)
 
     def _session_run(self, case: _Case, turns: Sequence[Turn], clients: int, overlaps: bool) -> SessionRun:
-        """Serve the turns, with empty tiers at first. `overlaps`: compute and load concurrently; if False, the rule
-        chooses one of the two."""
+        """Serve the turns, with empty tiers at first. `overlaps`: compute and load concurrently. False: the rule
+        chooses either computing or loading."""
         prefetcher = case.served.engine.inspect.prefetcher
         assert prefetcher is not None
         prefetcher.is_overlap_enabled = overlaps

@@ -1,8 +1,8 @@
 """`hicache bench list`, `run`, `compare` and `plot`; in a checkout also `python -m bench`.
 
 Finds the benchmarks (modules of this package with `NAME`, `DESCRIPTION`, `add_arguments` and `run`), parses, runs,
-writes the result file and prints a table. `run all` runs each that this machine can run, with its defaults; `run small`
-runs some of them with little data, in a few minutes.
+writes the result file and prints a table. `run all` runs each benchmark that this machine can run, with default
+arguments; `run small` runs some benchmarks with little data, in a few minutes.
 
 May import every module of the package; loads the benchmarks by name.
 """
@@ -40,8 +40,9 @@ SETS: dict[str, dict[str, list[str]]] = {
 }
 
 
-# The benchmarks whose figures README and performance.md quote, in order, and the minutes of each on one H200. Those of
-# servers are of one run of a mode: an entry has many, and each is in the file when it ends.
+# The benchmarks whose figures README and performance.md quote, in the order of their runs: name, arguments, and minutes
+# on one H200. A benchmark of servers has many runs, one per mode; its minutes are those of one run. Each run is written
+# to the result file when it ends.
 RELEASE: list[tuple[str, list[str], float]] = [
     ("transfer", [], 3),
     ("packed", [], 4),
@@ -111,7 +112,7 @@ def run(flags: argparse.Namespace) -> int:
 def find_benches() -> tuple[dict[str, BenchModule], dict[str, str]]:
     """Return the benchmarks by name, and the modules that cannot be imported here, with the import error.
 
-    A module with some of the four parts but not all is a mistake and raises TypeError; one with none is a helper.
+    A module with some but not all of the four parts raises TypeError; a module with none of the four parts is a helper.
     """
     benches: dict[str, BenchModule] = {}
     broken: dict[str, str] = {}
@@ -143,7 +144,8 @@ def _device(text: str) -> torch.device:
 
 
 def bench_parser(module: BenchModule, results: Path = RESULTS) -> argparse.ArgumentParser:
-    """Parser for the arguments of one benchmark: its own, and three that all benchmarks have."""
+    """Return the parser for the arguments of one benchmark: the benchmark's own arguments, and three arguments that all
+    benchmarks have."""
     parser = _Parser(prog=f"hicache bench run {module.NAME}", description=module.DESCRIPTION)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=_device, default=torch.device(default), help=f"default: {default}")
@@ -251,7 +253,8 @@ def _run_release(arguments: Sequence[str], benches: dict[str, BenchModule]) -> N
 
 
 def _run_set(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
-    """Run each benchmark of a set, or all. Results of a set are written to its own folder, as its sizes differ."""
+    """Run each benchmark of a set, or all benchmarks. Results of a set are written to a separate folder, because the
+    set uses other sizes."""
     members = SETS.get(name, {member: [] for member in sorted({**benches, **broken})})
     results = RESULTS / name if name in SETS else RESULTS
     for member in members:

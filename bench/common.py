@@ -1,9 +1,9 @@
 """The harness of every benchmark: cases with their ceilings, the machine, and the result files.
 
 A benchmark is a module of this package with `NAME`, `DESCRIPTION`, `add_arguments(parser)` and `run(args, report)`;
-`args.device` is a torch.device. It times its variants, and the raw copies that bound them, with `interleave`, so that
-ceiling and case are measured under the same conditions, and adds `Case`s to the report. GB/s are 1e9 bytes per second
-of payload: each byte that must move counts once. If copies run in both directions, both count.
+`args.device` is a torch.device. `run` times the variants of the benchmark, and the raw copies that bound them, with
+`interleave`, so that ceiling and case are measured under the same conditions. It adds `Case`s to the report. GB/s are
+1e9 bytes per second of payload: each byte that must move counts once. If copies run in both directions, both count.
 
 Owns the result files, `bench/results/<bench>-<machine>.json`. Imports torch and numpy.
 """
@@ -63,15 +63,15 @@ def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
 
 
 def chosen_parts(args: argparse.Namespace, report: Report, parts: Sequence[str]) -> Sequence[str]:
-    """The parts of `--only`, or all of `parts`. The result of some parts does not replace that of all; with `--resume`
-    it is added to the given file."""
+    """Return the parts of `--only`, or all of `parts`. The result of some parts does not replace the result of all
+    parts; with `--resume` it is added to the given file."""
     if args.only and not args.resume:
         report.bench = "-".join([report.bench, *args.only])
     return args.only or parts
 
 
 def free_memory(device: torch.device) -> None:
-    """Free objects in reference cycles, such as closed engines, and give cached memory back to the device."""
+    """Free objects in reference cycles, such as closed engines, and release cached memory of the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -89,7 +89,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def gb_per_s(num_bytes: int, seconds: Sequence[float]) -> list[float]:
-    """GB/s (1e9 bytes) of each run that moved `num_bytes`."""
+    """Return the GB/s (1e9 bytes) of each run that moved `num_bytes`."""
     return [num_bytes / 1e9 / s for s in seconds]
 
 
@@ -159,7 +159,7 @@ class Case:
 
     @property
     def met(self) -> bool | None:
-        """Whether the ratio reaches the target; None without a target."""
+        """Return whether the ratio reaches the target; None without a target."""
         if self.target is None or self.ratio is None:
             return None
         return self.ratio >= self.target if self.better == "higher" else self.ratio <= self.target
@@ -167,12 +167,12 @@ class Case:
 
 @dataclass
 class Report:
-    """The cases of one run of one benchmark, and the conditions they were measured under.
+    """The cases of one run of one benchmark, and the conditions under which the cases were measured.
 
     Used by one thread. A case that misses its target stays, and its note says so.
 
-    `trees`: digests of the source code that was measured. `runs`: of a benchmark that computes its cases from the runs
-    of several commands. `kept`: cases of earlier commands, from the file that this run adds to.
+    `trees`: digests of the source code that was measured. `runs`: the runs of a benchmark that computes its cases from
+    the runs of several commands. `kept`: cases of earlier commands, from the file to which this run adds cases.
     """
 
     bench: str
@@ -194,7 +194,7 @@ class Report:
         return cls(bench, machine_name(device), software(device), commit, date, command, trees=trees())
 
     def resume(self, path: Path) -> None:
-        """Keep the runs and cases of a result file, which the file then has in addition to the new ones. Do nothing if
+        """Keep the runs and cases of an existing result file, and add the new runs and cases to the file. Do nothing if
         there is no file. ResultError if the file has another benchmark, kind of machine or state of the code."""
         if not path.exists():
             return
@@ -293,7 +293,7 @@ class Report:
 
 
 def read_report(path: Path) -> Report:
-    """Read a result file. Raises ResultError if it is not a valid one."""
+    """Read a result file. Raises ResultError if the file is not a valid result file."""
     try:
         return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
@@ -360,8 +360,8 @@ def interleave(
     sync: Callable[[], object] | None = None,
     timer: Timer | None = None,
 ) -> dict[str, list[float]]:
-    """Return the time `samples` runs of each variant in turns (a b c a b c …), after `warmup` rounds that are not
-    timed; returns the seconds of each variant.
+    """Time `samples` runs of each variant in turns (a b c a b c …), after `warmup` rounds that are not timed. Returns
+    the seconds of each variant.
 
     Uses the host's clock, with `sync` around each run, unless a `timer` is given; giving both raises ValueError.
     """

@@ -37,7 +37,7 @@ class Change:
 
     @property
     def comparable(self) -> bool:
-        """Whether both results have the case, in the same unit."""
+        """Return whether both results have the case, in the same unit."""
         a, b = self.before, self.after
         return a is not None and b is not None and (a.unit, a.better) == (b.unit, b.better)
 
@@ -53,8 +53,8 @@ class Change:
 
     @property
     def overlap(self) -> bool | None:
-        """Whether the intervals from p10 to p90 overlap. Returns None if one was measured once or they cannot be
-        compared."""
+        """Return whether the intervals from p10 to p90 overlap. Returns None if a case was measured only once or the
+        cases cannot be compared."""
         a, b = self.before, self.after
         if a is None or b is None or not self.comparable or min(a.samples, b.samples) < 2:
             return None

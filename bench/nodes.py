@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def _store(args: argparse.Namespace, report: Report) -> None:
-    """Measure reads of each store and of its client, with the same buffers."""
+    """Measure reads through each store and directly through the store's client, with the same buffers."""
     reason = S3Server.missing()
     names = [name for name in args.stores if name != "s3" or not reason]
     if not names:

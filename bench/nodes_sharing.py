@@ -121,7 +121,7 @@ class Node:
 
 @contextmanager
 def shared_store(name: str, folder: Path) -> Iterator[tuple[str, Server | None]]:
-    """The URL of a shared store, and its server."""
+    """Return the URL of a shared store, and the server of the store."""
     with ExitStack() as held:
         held.enter_context(mock.patch.dict(os.environ, CREDENTIALS))
         if name == "dir":
@@ -178,7 +178,8 @@ def hit(args: argparse.Namespace, report: Report) -> None:
 
 
 def _first_token(report: Report, name: str, node: Node, compute_s: float, what: str) -> None:
-    """Measure requests with prompts that the node does not have, until and after its breaker opens."""
+    """Measure requests with prompts that the node does not have, before and after the circuit breaker of its shared
+    store opens."""
     remote = node.stores.tiers[REMOTE]
     before, after = list[float](), list[float]()
     deadline_s = time.monotonic() + _LONG_S
@@ -217,7 +218,8 @@ def slow(args: argparse.Namespace, report: Report) -> None:
 
 
 def single_flight(args: argparse.Namespace, report: Report) -> None:
-    """Each node steps like a scheduler: it looks the prompt up, then waits, loads or computes it in steps."""
+    """Run the nodes in steps, like schedulers: each node looks the prompt up, then waits for it, loads it or computes
+    it."""
     num_nodes, num_tokens, chunk_tokens, tokens_per_s = 8, 100_000, 1000, 10_000
     num_chunks = num_tokens // chunk_tokens
     begin = threading.Barrier(num_nodes)

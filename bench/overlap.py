@@ -229,7 +229,8 @@ ORDERS = (Order(CONTIGUOUS), Order(RANDOM, ending=".random"), Order(AGED, "overl
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one suffix: medians of each half alone, and every run of both at once and of the control."""
+    """Seconds of one suffix: medians of the load alone and of the forward alone, and every run of both at once and of
+    the control."""
 
     num_tokens: int
     load: float
@@ -243,8 +244,8 @@ class Overlap:
         return percentile(self.together, 50)
 
     def hidden(self, runs: Sequence[float]) -> list[float]:
-        """Return the share of the shorter half that each run hid: 1 all of it, 0 none; below 0 the run took longer than
-        both halves in sequence."""
+        """Return for each run the share of the shorter half (load or forward) that was hidden: 1 all of it, 0 none. A
+        negative share means that the run took longer than both halves in sequence."""
         return [(self.load + self.compute - run) / min(self.load, self.compute) for run in runs]
 
     def report(self, report: Report, order: Order, *, target: bool) -> None:

@@ -164,7 +164,8 @@ def _concurrent(report: Report, raw: TransferSetup, packed: TransferSetup, sampl
 
 
 def _unfit(report: Report, packed: TransferSetup, samples: int) -> None:
-    """Measure loads and stores of half of the tokens, of which no page fits when packed: each is raw in two places."""
+    """Measure loads and stores of half of the tokens, none of whose pages fits its packed size: each page is unpacked
+    in two host pages."""
     half, device, on_cuda = len(packed.pages) // 2, packed.pool.device, packed.pool.device.type == "cuda"
     pages, rest, slots = packed.pages[:half], packed.pages[half : 2 * half], packed.chosen[: half * PAGE]
     copies, num_bytes = _copies(device, _copy_bytes(device)), half * packed.pool.layout.page_bytes(PAGE)
@@ -237,7 +238,8 @@ def _loads(setup: TransferSetup, count: int) -> None:
 
 
 def _capacity(report: Report, pool: KVCache, page_bytes: int, sample: KvSample) -> None:
-    """Report the tokens that a host tier of one size holds; pages that do not fit need two places."""
+    """Report the tokens that a host tier of one size holds; a page that does not fit its packed size takes two host
+    pages."""
     packed, raw = (
         HostPagePool(pool.layout, PAGE, _CAPACITY_BYTES, pin=False, page_bytes=size) for size in (page_bytes, None)
     )

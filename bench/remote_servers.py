@@ -98,7 +98,8 @@ def free_port() -> int:
 def started(
     command: Sequence[str], answers: Callable[[Process], bool], timeout_s: float = TIMEOUT_S, **settings: Any
 ) -> Process:
-    """Start a process and wait until it answers. BenchUnavailable if it ends, or does not answer in time."""
+    """Start a process and wait until it answers. Raises BenchUnavailable if the process ends, or does not answer in
+    time."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **{**quiet, **settings})
     deadline_s = time.monotonic() + timeout_s

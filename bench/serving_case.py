@@ -83,7 +83,7 @@ def random_llama(device: torch.device) -> ServedModel:
 
 @dataclass
 class Served:
-    """An engine with its runner, for which it makes schedulers."""
+    """An engine and its runner. Creates schedulers for both."""
 
     served: ServedModel
     engine: CacheEngine

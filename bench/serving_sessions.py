@@ -186,7 +186,8 @@ def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes
 
 
 def replayed_hits(turns: Sequence[Turn], sizes: SessionSizes, host_tokens: int) -> dict[str, float]:
-    """Return the share of blocks that each policy would hit if turns were served in sequence: its value on any GPU."""
+    """Return the hit rate of each write policy: hit blocks divided by all blocks of the prompts. The turns are replayed
+    one after another without a GPU, so the result does not depend on the machine."""
     trace = trace_of(turns, sizes.scale.block_tokens, sizes.num_warm_up)
     device, host = sizes.device_tokens // trace.block_tokens, host_tokens // trace.block_tokens
     ways = {

@@ -113,11 +113,11 @@ class SilentStore(GatedStore):
 
 
 class Meter(Protocol):
-    """Measures calls of one engine, and sums them by name."""
+    """Measures the calls of one engine's methods, and sums the measurements by name."""
 
     @property
     def store(self) -> GatedStore | None:
-        """The store of that engine. Returns None if it has a real disk."""
+        """The store of the engine. Returns None if the engine has a real disk."""
         ...
 
     def call(self, engine: CacheEngine, name: str, work: Callable[[], T]) -> T: ...
@@ -139,7 +139,7 @@ class CallMeter:
             self.store.gate.set()
 
     def functions(self, *names: str) -> list[Function]:
-        """Return the called functions of hicache under these names, or under all."""
+        """Return the functions of hicache that were called under the given names, or under all names."""
         return [function for name in names or self._calls for function in self._calls[name].in_package()]
 
 
@@ -229,7 +229,7 @@ def _engine(geometry: ModelGeometry, store: GatedStore | None, **settings: Any) 
 
 
 def _tokens(seed: int, number: int) -> Tokens:
-    """Complete pages, and one more token, which no tier needs to have."""
+    """Return the tokens of complete pages, and one more token, which no tier stores."""
     return np.random.default_rng(seed).integers(0, 100_000, number + 1)
 
 

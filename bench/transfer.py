@@ -162,7 +162,7 @@ class TransferSetup:
             raise AssertionError(f"{len(op.misfits)} of {len(self.pages)} pages do not fit when packed")
 
     def both(self) -> None:
-        """Load half of the tokens while the other half is stored, with polling, as a scheduler does."""
+        """Load half of the tokens while the other half is stored. Poll the backend meanwhile, as a scheduler does."""
         middle = len(self.halves[0]) * (len(self.chosen) // len(self.pages))
         down = self.backend.store(self.chosen[middle:], self.halves[1])
         up = self.up(self.halves[0], self.chosen[:middle])

@@ -27,7 +27,7 @@ class RowClass:
 
     `table`, int64 on the device: row 0 has the byte offsets of the buffers within a layer of a page, row 1 + l the
     addresses of layer l's buffers. `width`: bytes of the widest word that divides all of them and the sizes and
-    strides. `aligned_16`: all are multiples of 16 bytes.
+    strides. `aligned_16`: whether all offsets, addresses, sizes and strides are multiples of 16 bytes.
     """
 
     row_bytes: int
@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """Return the properties that all buffers of one launch have in common."""
+        """Return the properties in which all buffers of one launch must agree."""
         return self.row_bytes, self.rows.stride(0), self.span
 
 

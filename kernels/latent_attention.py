@@ -28,7 +28,8 @@ _PROGRAMS_PER_SM = 2
 
 @jit
 def _rows(start, inside, DIM: tl.constexpr, COLS: tl.constexpr, FACTOR: tl.constexpr):
-    """Load rows of DIM elements at the pointers `start`, as `[rows, COLS]`, with 0 outside of the rows."""
+    """Load one row of DIM elements from each pointer in `start` [rows]. Return `[rows, COLS]` with COLS >= DIM; columns
+    from DIM on, and rows for which `inside` is false, are 0."""
     column = tl.arange(0, COLS)
     mask = inside[:, None] & (column < DIM)[None, :]
     return tl.load(start[:, None] + column[None, :], mask=mask, other=0.0).to(FACTOR)
@@ -36,8 +37,8 @@ def _rows(start, inside, DIM: tl.constexpr, COLS: tl.constexpr, FACTOR: tl.const
 
 @jit
 def _attend(score, latent, top, total, acc, PRECISION: tl.constexpr):
-    """Process one block of tokens of the online softmax. The state is the highest score, the sum of weights, and the
-    sum of weighted rows so far."""
+    """Process one block of tokens of the online softmax. The state consists of the highest score, the sum of weights,
+    and the sum of weighted rows of all blocks so far."""
     higher = tl.maximum(top, tl.max(score, 1))
     weight, decay = tl.exp2(score - higher[:, None]), tl.exp2(top - higher)
     acc = acc * decay[:, None] + tl.dot(weight.to(latent.dtype), latent, input_precision=PRECISION)

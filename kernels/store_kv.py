@@ -168,7 +168,8 @@ def _launch(
     parts: range,
     form: str,
 ) -> None:
-    """Launch over `parts` of one or two pairs of rows and buffer, `[n, row]` each. `form`: FORMAT of `_store_rows`."""
+    """Launch the kernel over `parts`: one or two pairs of rows `[n, row]` and their buffer. `form`: FORMAT of
+    `_store_rows`."""
     per_program = _WORDS_PER_PROGRAM if form == "words" else _VALUES_PER_PROGRAM
     cols = min(power_of_two(max(x.shape[1] for x in rows)), per_program)
     tokens = max(1, min(16, per_program // cols))
@@ -247,7 +248,7 @@ def _store(
     kernels: Kernels,
     parts: range,
 ) -> None:
-    """Store `parts` of one or two pairs of rows and buffer."""
+    """Store `parts`: one or two pairs of rows and their buffer."""
     if not loc.numel():
         return
     same = all(x.dtype == buffer.dtype for x, buffer in zip(rows, buffers, strict=True))

@@ -24,7 +24,7 @@ def _upload_kernel(source, target, num_ids, BLOCK: tl.constexpr):
 def upload(source: torch.Tensor, target: torch.Tensor, kernels: Kernels) -> None:
     """Copy `source`, int64 `[n]` on the CPU, to `target` `[n]`, on the current stream; `source` must outlive it.
 
-    `source` is pinned if the target is on a GPU. Raises ValueError if the two do not match.
+    `source` is pinned if the target is on a GPU. Raises ValueError if `source` and `target` do not match.
     """
     check_kernels(kernels)
     if source.shape != target.shape or {source.dtype, target.dtype} != {torch.int64} or source.device.type != "cpu":

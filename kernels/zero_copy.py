@@ -183,8 +183,8 @@ class ZeroCopyMover:
         ]
 
     def compile(self) -> None:
-        """Compile the kernels for any number of pages and layers. Writes host page 0 from the rows of slot 0, and these
-        with their own bytes."""
+        """Compile the kernels for any number of pages and layers. To do so, copies the rows of slot 0 to host page 0
+        and back."""
         page, slots = (
             torch.zeros(n, dtype=torch.int64, device=self._table.device) for n in (1, self._mover.page_tokens)
         )
@@ -197,7 +197,8 @@ class ZeroCopyMover:
         self._copy(pages, slots, first_layer, num_layers, load=True)
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Write these layers of the host pages from the rows at `slots`: the inverse of `load`. Pages are distinct."""
+        """Copy layers [first_layer, first_layer + num_layers) of the rows at `slots` to the host pages: the inverse of
+        `load`. Pages are distinct."""
         self._copy(pages, slots, first_layer, num_layers, load=False)
 
     def _copy(self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int, *, load: bool) -> None:

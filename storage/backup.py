@@ -31,8 +31,8 @@ Step = Callable[[int, int], None]
 
 def copy_store(store: Path, target: Path, step: Step) -> VerifyReport:
     """Copy a store, which a process may have open, to `target`/NAME, where an engine with the disk path `target` finds
-    it, and verify the copy. Pages that do not verify are deleted from it, and are in the report. `step`: called with
-    the bytes copied and in all. StoreError if the target exists; OSError."""
+    it, and verify the copy. Pages whose verification fails are deleted from the copy, and are listed in the report.
+    `step`: called with the number of bytes copied so far and of all bytes. StoreError if the target exists; OSError."""
     record = read_record(store)
     copy = target / name_of(record)
     if copy.exists():
@@ -76,12 +76,13 @@ def _copy_data(source: Path, target: Path) -> int:
 
 
 def rekey_store(path: Path, old: PageCipher | None, new: PageCipher, step: Step) -> tuple[Path, int, int]:
-    """Encrypt every page of a store with another key; no process may have the store open. `step`: called with the pages
-    done and in all. Returns the directory of the store, the number of its pages, and the number of pages that could not
-    be read and were left out.
+    """Encrypt every page of a store with another encryption key; no process may have the store open. `step`: called
+    with the number of pages done and of all pages. Returns the directory of the store, the number of its pages, and the
+    number of pages that could not be read and were left out.
 
-    The pages are written to a second store next to the first one, which then takes its place: that needs the size of
-    the store as free space. A kill leaves the first store as it was, and at most one directory NAME.new or NAME.old.
+    The pages are written to a second store in the same folder, which then replaces the first store. This needs free
+    space of the size of the store. A kill leaves the first store unchanged, and at most one directory NAME.new or
+    NAME.old.
     """
     record = read_record(path)
     if record.key_id == new.key_id:
@@ -106,8 +107,8 @@ def rekey_store(path: Path, old: PageCipher | None, new: PageCipher, step: Step)
 
 
 def _copy_pages(source: LmdbPageStore, target: LmdbPageStore, step: Step) -> int:
-    """Copy all pages in their use order; return the number of pages that could not be read. StoreError if one cannot be
-    written."""
+    """Copy all pages in their use order. Return the number of pages that could not be read. Raises StoreError if a page
+    cannot be written."""
     entries, num_lost, begin = list(list_pages(source)), 0, 0
     while begin < len(entries):
         end, num_bytes = begin, 0

@@ -36,7 +36,8 @@ def is_lasting(error: StoreError | None) -> TypeGuard[StoreError]:
 
 
 class StoreLocked(StoreUnavailable):
-    """Another store object, in this process or another, has this path open. `pid`: its process, 0 if unknown."""
+    """Another store object, in this or another process, has the path open. `pid`: the id of that process, 0 if
+    unknown."""
 
     def __init__(self, message: str, pid: int = 0) -> None:
         self.pid = pid
@@ -61,15 +62,16 @@ _DAY_S, _MIN_S = 86400, 3600
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A snapshot of counters and sizes. Counters start at zero when the store is opened; sizes are those after the last
-    commit. A field that a store does not count stays zero.
+    """A snapshot of counters and sizes. Counters start at zero when the store is opened; sizes are values after the
+    last commit. A field that a store does not count stays zero.
 
-    `entries`: stored pages. `live_bytes`: their values, headers included. `raw_bytes`: the same pages uncompressed.
-    `file_bytes`: disk space of the files, which `budget_bytes` bounds. `put_bytes_raw`, `put_bytes_stored`: pages
-    written, before and after compression. `corrupt`: reads whose bytes could not be verified. `read_errors`,
-    `write_errors`: failed I/O calls, after which callers pause; a full store counts as a failure only if the store sent
-    bytes before it learned that. `drive_bytes`: size of the file system with the files. `open_seconds`: full seconds
-    since the store was opened. `read_only`: a write failed, and no page is stored until `reopen` succeeds.
+    `entries`: stored pages. `live_bytes`: bytes of all stored values, headers included. `raw_bytes`: bytes of the
+    stored pages before compression. `file_bytes`: disk space of the files, which `budget_bytes` bounds.
+    `put_bytes_raw`, `put_bytes_stored`: pages written, before and after compression. `corrupt`: reads whose bytes could
+    not be verified. `read_errors`, `write_errors`: failed I/O calls, after which callers pause; a full store counts as
+    a failure only if the store sent bytes before it learned that. `drive_bytes`: size of the file system with the
+    files. `open_seconds`: full seconds since the store was opened. `read_only`: a write failed, and no page is stored
+    until `reopen` succeeds.
     """
 
     entries: int = 0
@@ -117,12 +119,12 @@ class Leases(Protocol):
     """Leases by key between machines that share a store: one machine computes a prompt, other machines wait.
     Leases expire by themselves. Any threads. Times are seconds since 1970; the clocks of the machines must agree.
 
-    A store that fails gives no lease and shows none.
+    While a store fails, no lease can be taken or seen.
     """
 
     def begin(self, key: bytes, until_s: float) -> bool:
-        """Take the lease of `key` until `until_s`; False if another one has not expired, or the store fails. Of several
-        calls at the same time, one returns True."""
+        """Take the lease of `key` until `until_s`. Returns False if another lease of `key` has not expired, or if the
+        store fails. Of several calls at the same time, one returns True."""
         ...
 
     def who(self, key: bytes) -> float | None:
@@ -137,7 +139,8 @@ class DiskPages(ABC):
     @property
     @abstractmethod
     def note(self) -> bytes:
-        """Bytes that clients store with the pages, b"" at first. They are lost if the index is not sealed."""
+        """A note: bytes that clients store with the pages, b"" at first. The note is lost if the index is not
+        sealed."""
 
     @note.setter
     @abstractmethod
@@ -182,7 +185,8 @@ class PageStore(Protocol):
 
     def register_memory(self, memory: PageBuffer) -> None:
         """Announce that buffers of later calls will lie in `memory`, contiguous uint8, valid at this address until
-        `close`. A hint: a store that transfers only from and to registered memory copies other buffers."""
+        `close`. This is a hint: a store that can transfer only from and to registered memory copies pages in other
+        memory."""
         ...
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
@@ -231,7 +235,8 @@ class PageStore(Protocol):
         ...
 
     def reopen(self) -> bool:
-        """Try to write again after a failed write. Returns True if the store is writable now, also if it was before.
+        """Try to write again after a failed write. Returns True if the store is writable now, even if it was writable
+        before the call.
 
         Deletes no page and does not wait between attempts: the caller decides how often to try.
         """
@@ -248,7 +253,7 @@ class PageStore(Protocol):
 
     def thread_read_errors(self) -> int:
         """Return how many reads of the calling thread have failed so far, including lost connections and missed
-        deadlines. Each was a miss. Does no I/O."""
+        deadlines. Each failed read counted as a miss. Does no I/O."""
         ...
 
     def sync(self) -> None:

@@ -27,7 +27,7 @@ class Counters:
 
     @property
     def now(self) -> StoreStats:
-        """Return the counters; all other fields are zero."""
+        """Return a `StoreStats` with the counters; its other fields are zero."""
         with self._lock:
             return StoreStats(**self._counts)
 

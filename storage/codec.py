@@ -74,8 +74,8 @@ class PageCodec:
     """Encodes and verifies pages of one format in one namespace; any thread.
 
     `level` 0 stores raw, 1 to 22 are zstd levels. The filter applies to encoding only: a value names its filter. A page
-    that does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted, and decoding refuses an
-    unencrypted one; without a cipher it refuses an encrypted one.
+    that does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted, and decoding refuses unencrypted
+    values. Without a cipher, decoding refuses encrypted values.
     """
 
     def __init__(self, format: PageFormat, namespace: bytes, level: int, cipher: PageCipher | None = None) -> None:
@@ -257,7 +257,8 @@ def value_of_page(key: bytes, page: PageBuffer) -> bytes:
 
 
 def page_of_value(key: bytes, value: bytes | memoryview) -> PageBuffer | None:
-    """Decode a value of `value_of_page`; None if it is not one, or not of `key`."""
+    """Decode a value that `value_of_page` returned. Returns None if `value` is no such value, or not a value of
+    `key`."""
     parts = HeaderAndPayload.of(value)
     page = np.empty(max(1, len(parts.payload)), np.uint8)
     codec = PageCodec(PageFormat(len(page)), bytes(NAMESPACE_BYTES), 0)

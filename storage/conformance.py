@@ -44,13 +44,14 @@ class StoreConformance:
     """
 
     outlives_close = True
-    """Whether pages stay stored when the store is closed and opened again."""
+    """True if pages stay stored when the store is closed and opened again."""
     knows_identity = True
-    """Whether the store separates pages of different identities. If not, it relies on the keys, which also name the
-    model."""
+    """True if the store separates pages of different identities. If not, it relies on the keys, which also name
+    the model."""
 
     copies_values = True
-    """Whether the store has `get_value` and `put_values`, without which its pages are not copied to another store."""
+    """True if the store has `get_value` and `put_values`, without which its pages are not copied to another
+    store."""
 
     def test_a_batch_is_answered_key_by_key(self, make_store: MakeStore) -> None:
         """Absent keys are misses and hide no present key; a batch may have a key twice, or be empty."""

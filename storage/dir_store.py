@@ -168,8 +168,8 @@ class DirPageStore(RemotePageStore):
             new.unlink(missing_ok=True)
 
     def _last_lease(self, key: bytes) -> tuple[str, float]:
-        """The name of the next lease of a key, and the end of its last one, 0 without one. The name of a lease has the
-        end of the lease before it, so one machine can follow an expired lease."""
+        """Return the file name of the next lease of a key, and the end of its last lease; 0 if it had no lease. The
+        name of a lease contains the end of the previous lease, so only one machine can follow an expired lease."""
         digest, end_s = hashlib.sha256(key).hexdigest(), 0.0
         while True:
             file = f"{self._root}/{LEASES}/{digest[:2]}/{digest}.{end_s:.3f}"
@@ -187,8 +187,8 @@ class DirPageStore(RemotePageStore):
         self._pool.shutdown()
 
     def _each(self, do: Callable[[Any], bool], items: Sequence[Any], deadline_s: float, *, is_read: bool) -> list[bool]:
-        """Call `do` for each item in parallel; False for each that fails. When reading, an absent file is a miss and no
-        failure."""
+        """Call `do` for each item in parallel. Returns False for each item that fails. When reading, an absent file is
+        a miss and not a failure."""
 
         def attempt(item: Any) -> bool | Exception:
             if time.monotonic() >= deadline_s:
@@ -206,7 +206,7 @@ class DirPageStore(RemotePageStore):
         return f"{self._root}/{digest[:2]}/{digest[2:4]}/{name}"
 
     def _is_present(self, key: bytes) -> bool:
-        """Whether there is a file of the key; note that it is used."""
+        """Return whether there is a file of the page key, and record a use of the page."""
         file = self._file(key)
         try:
             _touch(file, os.stat(file).st_mtime)
@@ -215,8 +215,8 @@ class DirPageStore(RemotePageStore):
         return True
 
     def _read(self, key: bytes, page: PageBuffer | None = None) -> _Stored | None:
-        """Read the value of a key; None, and a count, if the file does not hold it. A raw payload is read directly into
-        `page` if that is aligned. Raises OSError."""
+        """Read the value of a page key. Returns None, and counts a failure, if the file does not contain this value. A
+        raw payload is read directly into `page` if that is aligned. Raises OSError."""
         file = self._file(key)
         stored = read_file(file, self._codecs.max_value_bytes - HEADER_BYTES, key, page)
         if stored.reason:
@@ -313,7 +313,7 @@ def _touch(file: str, modified_s: float) -> None:
 
 
 def _open(file: str, flags: int) -> int:
-    """Open a file for direct access, if its file system has that."""
+    """Open a file, for direct access (O_DIRECT) if its file system supports this."""
     try:
         return os.open(file, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -345,7 +345,8 @@ def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[memoryv
 
 
 def _aligned_parts(block: SlotBlock, payload: memoryview) -> list[memoryview]:
-    """The content of a file, in aligned memory. A payload in aligned memory is not copied, except for its end."""
+    """Return the content of a file in aligned memory, as parts to write. A payload that is already in aligned memory is
+    not copied, except for its end."""
     address = np.frombuffer(payload, np.uint8).ctypes.data if len(payload) else 0
     body = payload[: 0 if address % ALIGNMENT else len(payload) // ALIGNMENT * ALIGNMENT]
     rest = payload[len(body) :]
@@ -358,8 +359,8 @@ def _aligned_parts(block: SlotBlock, payload: memoryview) -> list[memoryview]:
 
 
 def _publish(new: str, file: str) -> bool:
-    """Give a complete file its name; False if another writer was first. A file system without links renames: then the
-    last writer of the same page wins."""
+    """Publish a complete file under its final name. Returns False if another writer was first. On a file system without
+    links the file is renamed; then the last writer of the same page wins."""
     try:
         os.link(new, file)
     except FileExistsError:

@@ -1,8 +1,8 @@
 """The directory of a store: its file names, their modes, and the lock of the only process that writes.
 
-The kernel releases the lock when its process ends for any reason, and lists the holder, so the lock file is never
-stale. While the lock is held the file is empty. Its holder writes one byte before it closes the store; then a process
-that wants to open the store waits instead of failing.
+The kernel lists the process that holds the lock, and releases the lock when this process ends for any reason, so the
+lock file is never stale. The file is empty while the lock is held. Before the holder closes the store, it writes one
+byte; then a process that wants to open the store waits instead of failing.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def open_private(file: str, flags: int) -> int:
 class WriterLock:
     """The lock that a process must hold to write to a directory, from construction to `close`.
 
-    A missing directory is created, private to its user. The files in an existing one are made private, with a warning.
-    Waits at most `wait_s` for a holder that is about to close. Raises `StoreLocked` or `StoreError`.
+    A missing directory is created, private to its user. The files in an existing directory are made private, with a
+    warning. Waits at most `wait_s` for a holder that is about to close. Raises `StoreLocked` or `StoreError`.
     """
 
     def __init__(self, path: Path, wait_s: float = _CLOSING_WAIT_S) -> None:

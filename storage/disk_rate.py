@@ -47,7 +47,7 @@ def measure_disk(folder: str | os.PathLike[str], num_bytes: int = 256 << 20) -> 
 
 
 def _opened(path: str) -> tuple[int, bool]:
-    """The descriptor of the file, and whether it is open with O_DIRECT."""
+    """Return the descriptor of the file, and whether the file is open with O_DIRECT."""
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT), True
     except OSError:

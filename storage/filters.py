@@ -56,8 +56,8 @@ class PageFormat:
 
 
 def shuffle(filter: PageFilter, page: PageBuffer, shuffled: PageBuffer) -> None:
-    """Fill `shuffled` with the bytes of `page`, reordered by `filter`, which must fit it. Both are contiguous uint8
-    `[page_bytes]` and do not overlap."""
+    """Fill `shuffled` with the bytes of `page`, reordered by `filter`. The filter must fit the size of the page. Both
+    are contiguous uint8 `[page_bytes]` and do not overlap."""
     # The lowest bytes of all elements are first. The unsafe cast keeps the low byte of each shifted element.
     for i, plane in enumerate(_byte_planes(filter, shuffled)):
         np.right_shift(_elements(filter, page), 8 * i, out=plane, casting="unsafe")

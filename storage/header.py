@@ -4,8 +4,9 @@ docs/disk_format.md describes every byte. Each field is checked before use, and 
 memory is allocated.
 
 The checksum is XXH3_64 (https://github.com/Cyan4973/xxHash) over every stored byte, verified before the payload is
-parsed. Its seed is the same hash of the key and the fields, so a value does not verify under another key. It runs at 19
-GB/s from memory and 60 GB/s from a cache (CRC-32: 3.8), and releases the interpreter lock.
+parsed. The seed of the checksum is the XXH3_64 of the page key and the fields, so the verification of a value fails
+under another page key. It runs at 19 GB/s from memory and 60 GB/s from a cache (CRC-32: 3.8), and releases the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class HeaderAndPayload:
 
 @dataclass(frozen=True)
 class ValueHeader:
-    """The fields of a header. `stored_bytes` is the length of the payload, `raw_bytes` that of the page."""
+    """The fields of a header. `stored_bytes`: length of the payload. `raw_bytes`: length of the page."""
 
     codec: int
     encrypted: bool
@@ -71,8 +72,8 @@ class ValueHeader:
         return _FIELDS.pack(MAGIC, VERSION, self.codec, flags, *lengths, *order, self.namespace)
 
     def contradiction(self, payload_bytes: int, page_bytes: int, namespace: bytes) -> str:
-        """Return why this header cannot belong to a payload of `payload_bytes` for a page of `page_bytes` in
-        `namespace`; "" if it can."""
+        """Return the reason why this header cannot belong to a payload of `payload_bytes` for a page of `page_bytes` in
+        `namespace`; "" if it can belong to it."""
         overhead_bytes = ENCRYPTION_BYTES if self.encrypted else 0
         content_bytes = self.stored_bytes - overhead_bytes
         rules = (

@@ -89,12 +89,12 @@ class UseOrder:
     """The tick of the last use of every slot, by slot length. Any thread calls `note`; only the writer calls the other
     methods.
 
-    A page may have a deadline: until then it is evicted after pages without one. At most nine tenths of the bytes in
-    slots are kept so; beyond that, pages lose their deadlines in the order of their last use. A restart forgets
-    deadlines.
+    A page may have a deadline: until the deadline, the page is evicted after pages without a deadline. Pages with
+    deadlines take at most nine tenths of the bytes in slots; beyond that, the least recently used of them lose their
+    deadlines. A restart deletes all deadlines.
 
     A use noted while an array grows may be lost. A use of a page that was just removed marks a slot without a page.
-    Both affect only the eviction order.
+    Both cases affect only the eviction order.
     """
 
     def __init__(self, ticks: Mapping[SlotLength, npt.NDArray[np.uint64]]) -> None:
@@ -132,7 +132,8 @@ class UseOrder:
             ticks[slot] = next(self._clock)
 
     def keep_until(self, length: SlotLength, slot: int, until_s: float) -> None:
-        """Note a use of the page in `slot`, and give it a deadline of `time.monotonic`. An unknown slot is ignored."""
+        """Record a use of the page in `slot`, and set its deadline, a time of `time.monotonic`. An unknown slot is
+        ignored."""
         deadlines = self._until_s.get(length, np.empty(0))
         num_slots = len(self._ticks.get(length, ()))
         if slot >= len(deadlines) and slot < num_slots:
@@ -142,7 +143,7 @@ class UseOrder:
             self.note(length, slot)
 
     def has_deadline(self, length: SlotLength, slots: range) -> bool:
-        """Whether a page in these slots has a deadline that has not passed."""
+        """Return whether a page in these slots has a deadline that has not passed."""
         deadlines = self._deadlines(length, np.arange(slots.start, slots.stop))
         return bool(deadlines.max(initial=0.0) > time.monotonic())
 
@@ -177,8 +178,8 @@ class UseOrder:
             self._chosen = iter(chosen)
 
     def by_use(self, limit: int | None = None, *, with_kept: bool = True) -> list[LastUse]:
-        """The slots with a page in the order of their eviction; at most `limit`. `with_kept`: also pages whose deadline
-        counts, which are the last."""
+        """Return at most `limit` slots that have a page, in the order of eviction. `with_kept`: include the pages that
+        a deadline protects, as the last ones."""
         lengths, uses = list(self._ticks), list(self._ticks.values())
         slots = [np.flatnonzero(ticks) for ticks in uses]
         if not slots:
@@ -197,7 +198,7 @@ class UseOrder:
         return list(map(LastUse, ticks[chosen].tolist(), of_chosen, used[chosen].tolist()))
 
     def _deadlines(self, length: SlotLength, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The deadline of each slot; 0 without one."""
+        """Return the deadline of each slot; 0 for a slot without a deadline."""
         deadlines = self._until_s.get(length, np.empty(0))
         found = np.zeros(len(slots))
         is_known = slots < len(deadlines)
@@ -207,7 +208,9 @@ class UseOrder:
     def _are_kept(
         self, lengths: Sequence[SlotLength], slots: Sequence[npt.NDArray[np.int64]], ticks: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
-        """Whether the deadline of each of these pages counts. `slots`: by length; `ticks`: of all slots."""
+        """Return for each page whether its deadline still protects it from eviction. If the pages with deadlines exceed
+        `_KEPT_SHARE` of the bytes of all pages, the least recently used of them are not protected. `slots`: the slots
+        with a page, by length; `ticks`: the last use of each page."""
         until_s = [self._deadlines(length, used) for length, used in zip(lengths, slots, strict=True)]
         is_kept = np.concatenate(until_s) > time.monotonic()
         kept = np.flatnonzero(is_kept)
@@ -220,7 +223,7 @@ class UseOrder:
 
 class Index:
     """An open index. Any thread reads and notes uses; one thread writes. Errors of LMDB are not converted
-    (`io_errors`). The caller closes it when no thread is inside a call.
+    (`io_errors`). The caller closes the index when no thread is inside a call.
 
     `uses`: the use order. `note`: a few bytes that clients store. LMDB has no lock file here, so one lock separates
     readers and the writer; the work under it is short and does no I/O.
@@ -298,13 +301,13 @@ class Index:
             return [_entry(get(key, None, pages)) for key in keys]
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Count pages as used, the last one as the most recently used; absent keys are ignored."""
+        """Count pages as used; the last key counts as the most recently used. Absent keys are ignored."""
         for entry in self.locate(keys):
             if entry is not None:
                 self.uses.note(entry.length, entry.slot)
 
     def keep_until(self, keys: Iterable[bytes], until_s: float) -> None:
-        """Count pages as used, and give them a deadline (`UseOrder`); absent keys are ignored."""
+        """Count pages as used, and set their deadline (see `UseOrder`). Absent keys are ignored."""
         for entry in self.locate(keys):
             if entry is not None:
                 self.uses.keep_until(entry.length, entry.slot, until_s)

@@ -1,8 +1,8 @@
 """The embedded page store: verified, compressed pages in slot files, an index in LMDB, within its budget at all times.
 
 A read merges the pages of one call that are in neighbouring slots. Between the look-up in the index and the read, a
-writer may store another page in the slot. So the store looks up once more each page that does not verify, and only a
-page that is still in the same slot counts as damaged.
+writer may store another page in the slot. So the store looks up a second time each page whose verification fails. Only
+a page that is still in the same slot counts as damaged.
 """
 
 from __future__ import annotations
@@ -70,22 +70,18 @@ class LmdbPageStore(DiskPages):
     """A `PageStore` in one directory; `PageStore` describes the methods, their threads and the order of keys.
 
     `identity`: readable fields that determine the content of a page, for example model, dtype and layout. Opening a
-    store with another identity raises.
-    `formats`: the page sizes, which are part of the identity, each with the filter that reorders pages of this size
-    for compression. All sizes share the budget and one use order.
-    `durability`: with "commit" pages are on disk before `put` returns. With "relaxed" a power failure may lose the
-    pages of the last two commits, up to 1/32 of the budget or 128 MiB. In both cases a killed process loses no page.
-    `level` 0 stores raw, 1 to 22 are zstd levels.
-    `cipher`: if given, pages are encrypted, and its key id is part of the identity, as `cipher_key`. A store opened
-    with that field in its identity but without the cipher does everything except put and get pages.
-    `budget_bytes`: opening with a smaller budget than before evicts at once.
-    `on_removed`: called by the writing thread after each commit that removed pages, with the keys of the pages that
-    were evicted, deleted, or could not be verified.
-    `progress`: called with the slots done and in all while the index is rebuilt, if the store was not closed.
-    `rebuilt_pages`: number of pages found by that rebuild, None if none was needed.
-    `keeps_index`: keep an index that names pages which the files have lost, to verify the store. Without it the lost
-    pages are logged and the index is rebuilt.
-    `shares_budget`: all stores in the folder of this one share the budget (`store_folder`).
+    store with another identity raises. `formats`: the page sizes, which are part of the identity, each with the filter
+    that reorders pages of this size for compression. All sizes share the budget and one use order. `durability`: with
+    "commit" pages are on disk before `put` returns. With "relaxed" a power failure may lose the pages of the last two
+    commits, up to 1/32 of the budget or 128 MiB. In both cases a killed process loses no page. `level` 0 stores raw, 1
+    to 22 are zstd levels. `cipher`: if given, pages are encrypted, and its key id is part of the identity, as
+    `cipher_key`. If the identity has `cipher_key` but no cipher is given, all methods except putting and getting pages
+    work. `budget_bytes`: opening with a smaller budget than before evicts at once. `on_removed`: called by the writing
+    thread after each commit that removed pages, with the keys of the pages that were evicted, deleted, or could not be
+    verified. `progress`: called with the number of slots done and of all slots while the index is rebuilt, if the store
+    was not closed. `rebuilt_pages`: number of pages found by the rebuild; None if no rebuild was needed. `keeps_index`:
+    keep an index that names pages which the files have lost, to verify the store. Without it the lost pages are logged
+    and the index is rebuilt. `shares_budget`: all stores in the folder of this one share the budget (`store_folder`).
 
     A failed write makes the store read-only until `reopen` succeeds. Raises `StoreError` or a subclass if the store
     cannot be opened or a caller passes wrong arguments, and NotRunning in a forked process.
@@ -143,7 +139,7 @@ class LmdbPageStore(DiskPages):
 
     @property
     def note(self) -> bytes:
-        """Return the bytes that clients store with the pages, b"" at first. They are lost if the index is not
+        """Return the note: bytes that clients store with the pages, b"" at first. The note is lost if the index is not
         sealed."""
         return self._files.index.note
 
@@ -423,7 +419,8 @@ class LmdbPageStore(DiskPages):
     def _pending_reads(
         self, pages: StoreFiles, keys: Sequence[bytes], buffers: Sequence[PageBuffer]
     ) -> list[_PendingRead]:
-        """Look up the pages; leave out absent and corrupt ones, and those of another size than their buffer."""
+        """Look up the pages. Leave out absent pages, corrupt pages, and pages whose size differs from that of their
+        buffer."""
         return [
             _PendingRead(number, key, entry, buffer)
             for number, (key, entry, buffer) in enumerate(zip(keys, pages.index.locate(keys), buffers, strict=True))
@@ -444,8 +441,8 @@ class LmdbPageStore(DiskPages):
                     yield from self._get(pages, [one])
 
     def _retry_read(self, pages: StoreFiles, before: _PendingRead) -> bool:
-        """Look up and read a page that did not verify once more. Returns whether its buffer has the page. The page is
-        recorded as corrupt if it is still in the same slot. Raises OSError if the disk fails."""
+        """Look up and read a second time a page whose verification failed. Returns whether its buffer has the page. The
+        page is recorded as corrupt if it is still in the same slot. Raises OSError if the disk fails."""
         for now in self._pending_reads(pages, [before.key], [before.buffer]):
             (reason,) = self._decode(pages, [now])
             if not reason:
@@ -498,7 +495,8 @@ def _header(block: memoryview | None, key: bytes) -> bytes | str:
 
 
 def _windows(pending: Sequence[_PendingRead]) -> Iterator[list[_PendingRead]]:
-    """Divide pages, in the order given, into windows that are read together, each sorted by file and slot."""
+    """Divide pages, in the order given, into windows. The pages of a window are read together, sorted by file and
+    slot."""
     window, window_bytes = list[_PendingRead](), 0
     for one in pending:
         if window and (window_bytes + len(one.buffer) > _WINDOW_BYTES or len(window) == MAX_RUN):

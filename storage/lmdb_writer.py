@@ -1,9 +1,9 @@
 """The write path of a store: commits, the budget, and the read-only state after a failed write.
 
-A commit stores one group of pages. It evicts until enough slots of their lengths are free or can be allocated within
-the budget; writes the pages to slots; syncs them; and enters them in the index. So the index never names a slot before
-its page is written, and a commit never overwrites a slot that the index names. Used slots, free slots and the index
-together need at most the budget.
+A commit stores one group of pages. The writer evicts pages until enough slots of the needed lengths are free or can be
+allocated within the budget. It writes the new pages to slots, syncs the slots, and enters the pages in the index. So
+the index never names a slot before its page is written, and a commit never overwrites a slot that the index names. Used
+slots, free slots and the index together need at most the budget.
 
 The least recently used pages are evicted. If that leaves too many free slots of lengths that are no longer written,
 the writer empties the segment with the most free bytes: its disk space then serves any length.
@@ -68,7 +68,7 @@ class GroupWriter:
     """Commits changes to the files, and deletes the pages that readers found `corrupt`; one thread.
 
     When a commit fails, `read_only` becomes true, and every call except `reopen` and `delete` does nothing.
-    `on_removed` is called after a commit with the keys that it removed. `sizes` and `file_bytes`: after the last
+    `on_removed` is called after a commit with the keys that it removed. `sizes` and `file_bytes`: values after the last
     commit. `shares_budget`: see `LmdbPageStore`.
     """
 
@@ -100,8 +100,8 @@ class GroupWriter:
         return self._files.slots
 
     def put(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> bool:
-        """Store the values of absent pages in one commit, evicting if the budget requires it. Returns False if that
-        failed. The last key becomes the most recently used."""
+        """Store the values of absent pages in one commit, evicting if the budget requires it. Returns False if the
+        commit failed. The last key becomes the most recently used."""
         stored = self._run(lambda: self._store(keys, values))
         if stored is None:
             return False
@@ -128,8 +128,8 @@ class GroupWriter:
         return self._change(work) or 0
 
     def keep_budget(self) -> int:
-        """Evict until other stores of the folder have their share of the budget, and note a use of this one; returns
-        how many pages were evicted."""
+        """Evict pages until other stores of the folder have their share of the budget, and record a use of this store.
+        Returns the number of evicted pages."""
         max_bytes = self._run(lambda: self._budget.bytes_for(self.file_bytes))
         return self.evict_to(max_bytes) if max_bytes is not None and self.file_bytes > max_bytes else 0
 

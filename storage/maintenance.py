@@ -27,9 +27,9 @@ from hicache.storage.store_folder import disk_bytes, is_store_name, last_use_s, 
 class StoreDescription:
     """Identity, settings and present sizes of a store. `key_id` is "" if pages are not encrypted.
 
-    `writer_pid`: the process that has the store open, 0 if its id is unknown, None if no process has. If a process has
-    it open, the sizes that only this process knows are None, and `file_bytes` is without the index. `last_use_s`: see
-    `store_folder`.
+    `writer_pid`: the process that has the store open, 0 if its id is unknown, None if no process has it open. If a
+    process has it open, the sizes that only that process knows are None, and `file_bytes` does not include the index.
+    `last_use_s`: see `store_folder`.
     """
 
     path: Path
@@ -100,8 +100,8 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
 
 
 def bytes_to_evict(path: str | os.PathLike[str], budget_bytes: int) -> int:
-    """Bytes of the stores of a path above `budget_bytes`, if that is less than half of the budget with which one of
-    them was last opened; else 0."""
+    """Return by how many bytes the stores of a path exceed `budget_bytes`, if `budget_bytes` is less than half of the
+    budget with which one of the stores was last opened; else 0."""
     stores = [folder for folder in store_folders(path) if is_store_name(folder.name)]
     budgets = [0]
     for folder in stores:

@@ -36,8 +36,9 @@ def aligned_buffer(num_bytes: int) -> memoryview:
     """Map page-aligned memory of `num_bytes`, rounded up to blocks, plus one block. The mapping uses no memory until it
     is touched.
 
-    From 2 MiB on it lies in huge pages, if the kernel has them. A request to a disk has at most a few hundred segments,
-    each contiguous in memory; with pages of 4 KiB a direct read could take only 1 MiB at a time.
+    From 2 MiB on it lies in huge pages, if the kernel has them. The reason for huge pages: a disk request has at most a
+    few hundred segments, each contiguous in memory, so with memory pages of 4 KiB a direct read could transfer only 1
+    MiB at a time.
     """
     length = round_up(num_bytes) + ALIGNMENT
     if length < HUGE_PAGE_BYTES:
@@ -151,7 +152,8 @@ class CoreScratch:
 
     @contextlib.contextmanager
     def page(self, num_bytes: int) -> Iterator[PageBuffer]:
-        """Lend a buffer, uint8 `[num_bytes]` with undefined content, for this block; waits until a buffer is free."""
+        """Wait until a buffer is free, and yield it as uint8 `[num_bytes]` with undefined content for the `with`
+        block."""
         buffer = self._free.get()
         try:
             yield buffer.take_page(num_bytes)

@@ -166,7 +166,8 @@ class MooncakePageStore(RemotePageStore):
         return value.header + bytes(value.payload)
 
     def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
-        """Decode the values first: a value here has the length of an uncompressed one, which tells its page size."""
+        """Decode the values, then store the pages uncompressed: in this store the length of a value determines its page
+        size."""
         pages = {key: np.empty(page_bytes_of(value), np.uint8) for key, value in values.items()}
         found = dict[bytes, PageBuffer]()
         for key, page in pages.items():

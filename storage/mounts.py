@@ -19,8 +19,8 @@ _NETWORK_FUSE = {
 
 
 def network_type(path: str | os.PathLike[str], mountinfo: str | os.PathLike[str] = "/proc/self/mountinfo") -> str:
-    """The type of the network file system at `path`, like "nfs4"; "" if it is a local one, or the kernel does not list
-    it. `mountinfo`: a table of mounts in the format of proc(5)."""
+    """The type of the network file system at `path`, like "nfs4"; "" if the file system is local, or if the kernel does
+    not list it. `mountinfo`: a table of mounts in the format of proc(5)."""
     real = os.path.realpath(path)
     try:
         lines = Path(mountinfo).read_text(errors="surrogateescape").splitlines()

@@ -8,9 +8,9 @@ from hicache.errors import NotRunning
 
 
 class OwnerProcess:
-    """Records the process that creates it. A forked process shares the files of its parent but has none of its threads:
-    closing an object there would close it here. Therefore nothing is closed in a forked process, and every use
-    raises."""
+    """Records the process that creates it. A forked process shares the files of its parent but has none of the parent's
+    threads. If the forked process closed such an object, the object would be closed for the parent too. Therefore
+    nothing is closed in a forked process, and every use raises."""
 
     def __init__(self, what: str) -> None:
         self._what = what

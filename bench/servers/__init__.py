@@ -4,7 +4,8 @@
 
 Each run has its own process, folder and empty caches. The result file has the runs, and is written after each of them;
 `hicache.bench.servers.cases` computes the cases from all runs. With `--resume` a command makes only the runs that the
-file lacks. Modes are not interleaved within a run, because a start takes as long as the requests; samples alternate.
+file lacks. Modes are not interleaved within a run, because the start of a server takes as long as its requests. Samples
+of different modes alternate.
 """
 
 from __future__ import annotations

@@ -152,6 +152,6 @@ def _add_row(
 
 
 def _outer(setting: Setting, of: Setting) -> tuple[object, ...]:
-    """The sizes that `setting` must share with `of` to be compared with it."""
+    """Return the sizes of `setting` that must equal those of `of`, so that both can be compared."""
     shared = (setting.server, setting.workload, setting.sizes, setting.clients, setting.gpu_tokens)
     return *shared, setting.files or of.files

@@ -33,8 +33,8 @@ Client = Callable[[int], Awaitable[Answer]]
 async def send(
     ask: Client, requests: Sequence[Request], num_clients: int, limit_s: float
 ) -> tuple[float, list[Answer]]:
-    """Send all prompts, each client one at a time, until all are answered or `limit_s` has passed. `ask` gets the
-    number of a prompt. Returns the seconds, and the answers."""
+    """Send all prompts until all are answered or `limit_s` has passed. Each client sends one prompt at a time. `ask`
+    sends the prompt whose number it gets. Returns the seconds, and the answers."""
     answers: list[Answer] = []
     begin_s, left = time.perf_counter(), TurnQueue(requests)
     with contextlib.suppress(TimeoutError):  # a request's own TimeoutError is raised in an ExceptionGroup

@@ -23,8 +23,8 @@ def run_program(
 ) -> Any:
     """Run `python -m <module>` with a task as JSON on its standard input; returns the JSON of the task's file `result`.
 
-    BenchUnavailable if it wrote no result; then errors and the end of its log are printed. After `timeout_s` it is
-    killed, and a result that it wrote before counts.
+    Raises BenchUnavailable if the program wrote no result; then errors and the end of the program's log are printed.
+    After `timeout_s` the program is killed, and a result that it wrote before counts.
     """
     result, log = folder / f"{name}.json", folder / f"{name}.log"
     with log.open("wb") as out:

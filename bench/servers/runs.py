@@ -17,8 +17,9 @@ GATE = "gate."  # before the decisions of our gate, among the counters of a serv
 class Setting:
     """The mode, workload and sizes of a run. Runs of equal settings are samples of the same cases.
 
-    `cpu_gib`: 0 without a CPU tier. `gpu_tokens`: of the GPU's cache, 0: all that fit. `files`: type of the file
-    system of a disk mode, or "". `variant`: the sizes that differ from the defaults, for names of cases; "" for none.
+    `cpu_gib`: 0 without a CPU tier. `gpu_tokens`: capacity of the GPU's cache; 0: all free GPU memory. `files`: type
+    of the file system of a disk mode, or "". `variant`: the sizes that differ from the defaults, for names of cases; ""
+    for none.
     """
 
     server: str
@@ -37,9 +38,9 @@ class Run:
     """The outcome of one process of a server.
 
     `first_ms`: milliseconds to the first token: mean, p50, p90, p99. `cached`: share of the prompts' tokens by the tier
-    that had them, and `all`. `moved_gb`: GB by the server's metrics; empty if it counts none. `gate`: loads of our disk
-    by decision. `answers`: a digest of four digits for each answer, in order of the prompts. `num_gpus`: number of GPUs
-    that served at the same time.
+    that had them, and `all`. `moved_gb`: GB moved, by the server's metrics; empty if the server does not count bytes.
+    `gate`: loads of our disk by decision. `answers`: a digest of four digits for each answer, in order of the prompts.
+    `num_gpus`: number of GPUs that served at the same time.
     """
 
     setting: Setting

@@ -149,11 +149,11 @@ class Server:
                 known, quiet_s = now, time.monotonic() + _QUIET_S
 
     def counters(self) -> dict[str, float]:
-        """Disk space of its files; SGLang does not count bytes."""
+        """Return the disk space of the server's files, because SGLang does not count bytes."""
         return {"files": float(sum(num_bytes for _, num_bytes in self._files().values()))}
 
     def _files(self) -> dict[Path, tuple[int, int]]:
-        """Time of the last write, and disk space in bytes, of each file."""
+        """Return the time of the last write and the disk space in bytes of each file."""
         found: dict[Path, tuple[int, int]] = {}
         for file in self._folder.rglob("*"):
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile

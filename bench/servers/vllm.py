@@ -72,7 +72,7 @@ def task(
 
 
 def clean_up(files: Path) -> None:
-    """Remove the file of vLLM's CPU tier, which a killed vLLM does not remove."""
+    """Remove the file of vLLM's CPU tier, because a vLLM that was killed leaves it."""
     for file in Path("/dev/shm").glob(f"vllm_offload_{files.name}*"):
         file.unlink(missing_ok=True)
 

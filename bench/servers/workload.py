@@ -104,8 +104,8 @@ class Workload:
 
 
 def distinct_tokens(prompts: list[Request]) -> int:
-    """The number of tokens that a cache of all prompts holds: those that no earlier prompt has at the same place after
-    the same tokens, counted in pieces of 64."""
+    """Return the number of tokens that a cache of all prompts holds. A token whose prefix and position equal those of a
+    token of an earlier prompt does not count. Tokens are counted in pieces of 64."""
     known = set[int]()
     for request in prompts:
         key = 0

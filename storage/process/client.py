@@ -113,7 +113,7 @@ class ClientQueue(Generic[J, D]):
         return self._capacity - len(self.in_flight) or int(self.refuses())
 
     def refuses(self) -> bool:
-        """Whether the process would refuse a job."""
+        """Return whether the process would refuse a job."""
         client = self._client
         return client.state is not State.OPEN or client.clock() < client.status.refuses_until_s(self.name)
 
@@ -142,7 +142,7 @@ class ClientQueue(Generic[J, D]):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether all jobs in flight were announced as stalled."""
+        """Return whether all jobs in flight were announced as stalled."""
         return len(self._announced) == len(self.in_flight)
 
     def take(self, done: D | Stalled) -> None:
@@ -285,7 +285,7 @@ class StoreClient:
 
     @property
     def _takes_hints(self) -> bool:
-        """Whether the store is open and the connection has capacity for frames that may get lost."""
+        """Return whether the store is open and the connection has capacity for frames that may get lost."""
         return self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES
 
     def join(self) -> socket.socket:
@@ -330,8 +330,8 @@ class StoreClient:
         self.last_message_s, self._doubted_s = time.monotonic(), math.inf
 
     def _is_silent(self, now_s: float) -> bool:
-        """Whether the process has been silent for too long. A machine that was suspended is no reason: the process must
-        be late at two checks that are at least `_DOUBT_S` apart."""
+        """Return whether the process has been silent for too long. A machine that was suspended is no reason: the
+        process must be late at two checks that are at least `_DOUBT_S` apart."""
         enough_s = max(_MIN_SILENCE_S, self._limits.io_timeout_s if self.is_open else self._limits.open_s)
         is_late = self._is_waiting and now_s - self.last_message_s > enough_s
         self._doubted_s = min(self._doubted_s, now_s) if is_late else math.inf

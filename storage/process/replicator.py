@@ -23,7 +23,7 @@ from hicache.storage.process.settings import RemoteSettings
 
 log = logging.getLogger(__name__)
 
-_MAX_BATCH_PAGES, _MAX_BATCH_BYTES = 64, 16 << 20  # of one put; the I/O timeout of the remote store applies to each
+_MAX_BATCH_PAGES, _MAX_BATCH_BYTES = 64, 16 << 20  # maximum size of one put; the I/O timeout applies to one put
 _MAX_KNOWN_KEYS = 1 << 16
 _MAX_YIELD_S, _LOOK_S = 0.1, 0.002
 _CLOSE_S = 5.0  # how long closing waits for queued pages
@@ -81,7 +81,7 @@ class Replicator:
 
     @property
     def is_busy(self) -> bool:
-        """Whether keys are queued or being copied."""
+        """Return whether keys are queued or being copied."""
         return bool(self._queue or self._copying)
 
     def look(self) -> None:
@@ -226,7 +226,8 @@ class _KnownKeys(OrderedDict[bytes, None]):
 
 
 def _answer(jobs: IoQueue[Any, Any], job: FindJob | ValueJob) -> object:
-    """Run a job of a store, and wait for its answer, also if the job stalls: until then the store uses its bytes."""
+    """Run a job of a store, and wait for its answer even if the job stalls, because the store uses the job's memory
+    until it answers."""
     answers, is_done = list[object](), threading.Event()
 
     def reply(outcome: object) -> None:
