@@ -76,13 +76,14 @@ def _places(spec: GPULoadStoreSpec, chunk_ids: Sequence[int], blocks_per_chunk: 
 
 
 class CPUTieringSpec(TieringOffloadingSpec):
-    """vLLM's `TieringOffloadingSpec` with a worker that runs on CPUs."""
+    """vLLM's `TieringOffloadingSpec` with workers that run on CPUs. They write rows of vLLM's own layout only."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        assert not self.config.canonical_layout, "the copies on CPUs know no canonical layout"
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
-            rank=0,
+            rank=self.config.parallel.rank,
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )

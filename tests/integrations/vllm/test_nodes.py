@@ -117,16 +117,15 @@ def test_faults_of_the_directory_change_no_token(model: Path, tmp_path: Path, sh
 
 
 @pytest.mark.skipif(not __version__.startswith("0.32"), reason="workers need the compiled parts of their vLLM")
-def test_two_ranks_on_one_side(model: Path, tmp_path: Path, shared: Path) -> None:
-    """The scheduler's one look-up serves both workers; in vLLM's canonical layout, a node with one worker shares."""
-    canonical = {"canonical_layout": True}
-    first = Node(HERE, model, disk(tmp_path, "a", shared), ["run each"], extra=canonical).result()
+def test_nodes_with_two_ranks_share_pages(model: Path, tmp_path: Path, shared: Path) -> None:
+    """The scheduler's one look-up serves both workers. A node with one worker has other rows and finds no page."""
+    ranks = {"llm": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}}
+    first = Node(HERE, model, disk(tmp_path, "a", shared), ["run each"], **ranks).result()
     eventually(lambda: len(files_of(shared)) == 2 * CACHED // CHUNK_TOKENS)
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    second = Node(
-        HERE, model, disk(tmp_path, "b", shared), ["run each"], extra=canonical, llm=ranks, is_patient=True
-    ).result()
+    second = Node(HERE, model, disk(tmp_path, "b", shared), ["run each"], is_patient=True, **ranks).result()
     assert second.cached == [[CACHED, CACHED]] and second.outputs == first.outputs
+    alone = Node(HERE, model, disk(tmp_path, "c", shared), ["run each"], is_patient=True).result()
+    assert alone.cached == [[0, 0]]
 
 
 def test_a_node_that_is_killed_while_it_writes_leaves_complete_pages(model: Path, tmp_path: Path, shared: Path) -> None:
