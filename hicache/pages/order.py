@@ -147,6 +147,7 @@ class EvictionOrder(Columns):
         self._kept: dict[int, _Hint] = {}  # the oldest first
         self._batch, self._next, self._end_place = _NO_BATCH, 0, (_NO_CLASS, 0.0)
         self._late: list[Rows] = []  # rows that moved to a position before the end of the batch
+        self._taken = NO_ROWS  # the last victims
 
     # Events
 
@@ -221,7 +222,7 @@ class EvictionOrder(Columns):
 
     @property
     def is_first_out(self) -> Mask:
-        """Return whether each row is first out."""
+        """Return which rows are first out: evicted before plain ones, because another tier has them too."""
         found: Mask = self.class_ == _FIRST_OUT
         return found
 
@@ -300,12 +301,17 @@ class EvictionOrder(Columns):
     # Victims
 
     def take(self, num_rows: int) -> Rows:
-        """Return the next 1 to `num_rows` victims; none if no page may be evicted. The caller calls `leave` for each
-        before the next call."""
+        """Return the next 1 to `num_rows` victims; none if no page may be evicted.
+
+        The caller calls `leave` or `lock` for each victim before the next call. Victims that it left evictable, because
+        an eviction raised or took other pages, are victims again.
+        """
         if self._generation != self.policy.generation:
             self._rank_all()
         if self.num_evictable <= _SMALL:
             self._end_batch()
+        self._moved(self._taken)
+        self._taken = NO_ROWS
         if self._late:
             self._merge_late()
         while self._next < len(self._batch.rows) or self._choose_batch(num_rows):
@@ -315,16 +321,12 @@ class EvictionOrder(Columns):
             is_evictable &= (self.class_[rows] == self._batch.classes[at]) & (self.key[rows] == self._batch.keys[at])
             is_evictable &= ~self.is_followed[rows]
             self._next += len(rows)
-            if is_evictable.all():
+            if not is_evictable.all():
+                rows = rows[self._without_followed(rows, is_evictable)]
+            if len(rows):
+                self._taken = rows
                 return rows
-            is_evictable = self._without_followed(rows, is_evictable)
-            if is_evictable.any():
-                return rows[is_evictable]
         return NO_ROWS
-
-    def put_back(self, rows: Rows) -> None:
-        """Return pages that `take` chose and that the caller does not evict."""
-        self._moved(rows)
 
     def _without_followed(self, rows: Rows, is_evictable: Mask) -> Mask:
         """Return which pages of the batch may be evicted, because all pages after them may be evicted."""

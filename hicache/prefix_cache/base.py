@@ -278,7 +278,6 @@ class BasePrefixCache(ABC):
         while pages.total > target and len(rows := pages.take(1)):
             part = self._part_to_evict(tree.node_of(int(rows[0])), component)
             released += tree.evict(pages.held(part.rows), component)
-            pages.order.put_back(pages.held(rows))
 
     def _size_of(self, component: Component) -> int:
         return self._tree.pages[component].total

@@ -291,6 +291,18 @@ def test_a_page_stays_whose_follower_was_put_elsewhere(monkeypatch: pytest.Monke
     assert not len(tier)
 
 
+def test_a_victim_that_was_not_evicted_is_a_victim_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eviction from a large tier raises before it changes anything. The page in front of its victim stays."""
+    monkeypatch.setattr(hicache.pages.order, "_SMALL", 0)
+    tier = _tier_with("lru", [b"a0", b"a1", b"a2"])
+    victim = tier.order.take(1)
+    assert tier.table.keys_of(victim) == [b"a2"]
+    assert np.array_equal(tier.order.take(1), victim)
+    tier.evict_all()
+    tier.check()
+    assert not len(tier)
+
+
 def test_kept_pages_stay_within_their_limit() -> None:
     """A new hint ends older ones until at most `limit` pages are kept."""
     prompts = [[b"a0", b"a1"], [b"b0", b"b1"], [b"c0"]]
