@@ -192,8 +192,11 @@ class ZeroCopyMover:
         self.load(page, slots, 0, self._mover.num_layers)
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Write layers [first_layer, first_layer + num_layers) of the rows at `slots`, int64 `[p * page_tokens]`, from
-        host pages `pages`, int64 `[p]`, both on the pool's device. A slot named twice gets one of its rows."""
+        """Copy layers [first_layer, first_layer + num_layers) of host pages to rows of the pool.
+
+        `pages`, int64 `[p]`: ids of the pages. `slots`, int64 `[p * page_tokens]`: slots of the rows. Both tensors are
+        on the pool's device. A slot that occurs twice gets either value.
+        """
         self._copy(pages, slots, first_layer, num_layers, load=True)
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, first_layer: int, num_layers: int) -> None:

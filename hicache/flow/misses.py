@@ -15,7 +15,7 @@ from hicache.pages.table import names_of
 Unused = tuple[int, int, int]
 
 _HELP = {reason.label: text for reason, text in MISS_HELP.items()} | {
-    "tail": "after the last complete page; at least one token of each prompt is computed",
+    "tail": "behind the last complete page of a prompt, where no page can be found",
     "unknown": "for an unknown reason: an engine without a host tier does not remember evicted pages",
 }
 

@@ -38,7 +38,8 @@ _BUCKETS_PER_OCTAVE, _NUM_BUCKETS = 2, 128
 _ADAPT_AFTER = 512  # repeated uses, after which the half-life is adapted
 _FADE_AFTER = 1 << 17  # number of uses after which the weights of older ones are halved
 _TOLERANCE = 0.5  # octaves of error of the half-life; a change of the half-life ranks all pages again
-_REMEMBERED = 8.0  # how long uses are remembered, in half-lives or capacities, whichever is longer
+# A use is forgotten after this many half-lives, or after this many times the pages of the tier, if these are more uses.
+_REMEMBERED = 8.0
 _LEAST_REMEMBERED, _MOST_REMEMBERED = 1 << 12, 1 << 18  # pages; 24 bytes each
 _BEHIND = 1.1  # `trust` falls if `lru` would hit this many times as much
 _MIN_TRUST = 1 / 64

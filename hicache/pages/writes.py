@@ -44,7 +44,7 @@ ROUND_SHARE = 0.5  # share of a host pool that may be locked by writes to the di
 # Shares of the bucket: below the first, EARLY ends; below the second, COLD skips pages that only one request used.
 _EARLY_LEVEL, _ALL_COLD_LEVEL = 0.75, 0.5
 _MAX_EXAMINED = 2048  # pages of one eviction order in one round
-_BLOCK = 512  # pages of an eviction order that are examined together with the pages before them
+_BLOCK = 512  # pages of an eviction order that are examined at once, with the pages of their prefixes
 _WALK_SHARE = 1 / 16  # share of a tier whose use starts another walk of its eviction order
 _REMEMBERED = 1 << 20  # pages; 8 MiB
 

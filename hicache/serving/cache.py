@@ -306,7 +306,8 @@ class PoolCache(StateCache):
                 assert isinstance(pool, MLATokenToKVPool | HybridLinearKVPool), "a pool without latent rows"
                 layers.append(LatentLayer(pool, layer_id, batch, keys.slots))
                 continue
-            source = geometry.sources[layer_id]  # a layer that reads another layer's KV has a mask and stores nothing
+            # The layer whose KV this layer reads. A layer that reads the KV of another layer stores none.
+            source = geometry.sources[layer_id]
             slots = swa_slots if swa_slots is not None and source in swa_layers else keys.slots
             layer = PoolLayer(pool, source, batch, slots, is_sliding=kind == "window")
             layers.append(self._state_layer(layer_id, layer) if kind == "hybrid" else layer)

@@ -24,7 +24,7 @@ _TIMED_LOADS = 4
 
 
 class CudaLayerEvents:
-    """The events of one producer: one CUDA event per layer, reused by later loads.
+    """The events of one load at a time, its producer: one CUDA event per layer. Later loads use them again.
 
     `_reached`: for a timed load, by layer, an event recorded when the consuming stream started to wait for the layer.
     """
