@@ -56,9 +56,10 @@ def run(flags: argparse.Namespace) -> int:
     print(json.dumps(config))
     num_bytes, shared = parse_bytes(flags.cpu), shared_bytes()
     if num_bytes > shared:
+        size = f"{-(-num_bytes // 2**30)}G"  # tmpfs knows no unit like GB
         say(
             f"hicache: note: /dev/shm of this machine has {sized(shared)} free, and vLLM's CPU tier would need "
-            f"{sized(num_bytes)}: raise it (mount -o remount,size={flags.cpu} /dev/shm, or --shm-size of a container)"
+            f"{sized(num_bytes)}: raise it (mount -o remount,size={size} /dev/shm, or --shm-size={size} of a container)"
         )
     return 0
 
