@@ -51,6 +51,7 @@ _REPOSITORY = re.compile(r"https://github\.com/[\w.-]+/hicache\b")
 ADDRESSED = (
     "pyproject.toml",
     "README.md",
+    "docs/index.md",
     "docs/start.md",
     "CITATION.cff",
     ".github/ISSUE_TEMPLATE/config.yml",
