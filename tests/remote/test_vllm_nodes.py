@@ -30,7 +30,6 @@ pytestmark = [
 SERVERS: dict[str, tuple[Callable[[], Server], Callable[[], str]]] = {
     "s3": (S3Server, S3Server.missing),
     "mooncake": (partial(MooncakeServer, 256 << 20, lease_ms=60_000), MooncakeServer.missing),
-    "full mooncake": (partial(MooncakeServer, 1 << 20, lease_ms=60_000), MooncakeServer.missing),
 }
 _SERVE = "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -119,14 +118,13 @@ def under(fault: Callable[[Server], object], server: Server) -> Iterator[None]:
         ("mooncake", _killed),
         ("s3", _stopped),
         ("mooncake", _stopped),
-        ("full mooncake", lambda _: None),
     ],
     indirect=["server"],
 )
 def test_faults_of_the_server_change_no_token(
     server: Server, fault: Callable[[Server], object], model: Path, tmp_path: Path
 ) -> None:
-    """Two nodes store and load while the server ends, stops or is full."""
+    """Two nodes store and load while the server ends or stops."""
     with node(tmp_path / "a", server.url) as path:
         first = run(path, model, "run each").result()
     steps = ["run each", *itertools.chain(*[("reset", "run each")] * 3)]

@@ -11,7 +11,7 @@
     warm           all prompts, one after the other, without a record of it
     others         ten other prompts of that length, one after the other, without a record of it
     together       eight prompts at once that begin as the first one
-    reset          empty the prefix cache and the CPU tier
+    reset          empty the prefix cache and the CPU tier, once each `RecordingTier` has stored its chunks
     forget         empty the prefix cache
     faults         the stores fail from now on
 
@@ -56,6 +56,7 @@ Checksums = dict[str, list[str]]  # of a chunk's bytes, one for each time, by th
 stored: list[Checksums] = []  # by tier
 given: list[Checksums] = []
 loaded: list[int] = []  # chunks, by load
+tiers: list[RecordingTier] = []
 
 
 class RecordingTier(HiCacheTier):
@@ -65,8 +66,13 @@ class RecordingTier(HiCacheTier):
         super().__init__(*args, **settings)
         self._stored, self._given = Checksums(), Checksums()
         self._loading: dict[int, TransferJob] = {}
+        tiers.append(self)
         stored.append(self._stored)
         given.append(self._given)
+
+    @property
+    def is_storing(self) -> bool:
+        return bool(self._stores)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._record(self._stored, job_metadata, set(job_metadata.keys))
@@ -150,6 +156,9 @@ def main(task: dict[str, Any]) -> None:
         ServiceSettings.of_remote = staticmethod(patient)  # type: ignore[method-assign, assignment]
     if "faults" in task["steps"]:
         server_store.open_tier = functools.partial(server_store.open_tier, in_process=True)
+        # The threads of the stores wait for the interpreter, which vLLM's busy loop holds.
+        sys.setswitchinterval(1e-4)
+        server_store.ServiceSettings = functools.partial(ServiceSettings, limits=Limits(io_timeout_s=BOUND_S))
     settings = {
         "dtype": "float32",
         "block_size": 32,
@@ -199,7 +208,8 @@ def main(task: dict[str, Any]) -> None:
         elif step == "together":
             shared = prompts[0]["prompt_token_ids"][:-1]
             together = [cached for cached, _ in ask([{"prompt_token_ids": [*shared, n]} for n in range(8)])]
-        elif step == "reset":
+        elif step == "reset":  # a step of vLLM polls the tiers
+            eventually(lambda: not any(tier.is_storing for tier in tiers) or not ask({"prompt_token_ids": [3]}))
             assert llm.reset_prefix_cache(reset_connector=True)
         elif step == "forget":  # refused while blocks are copied, which a step of vLLM notes
             eventually(lambda: llm.reset_prefix_cache() or not ask({"prompt_token_ids": [3]}))
