@@ -213,7 +213,6 @@ def test_a_chunk_is_not_stored_from_a_block_that_the_step_overwrites(runs: Any) 
     assert run.engine.worker.num_loaded == 2
 
 
-@pytest.mark.smoke
 def test_with_a_disk_a_restart_finds_everything_and_nothing_is_written_twice(
     runs: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
