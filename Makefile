@@ -1,6 +1,6 @@
-# Every target sets up what it needs. PYTHON=... chooses the interpreter (3.11 or newer); if it has a torch from 2.11 to 2.15, that
-# torch is used. ARGS=... is handed on to the command: make demo ARGS="--disk-path /tmp/pages". WORKERS=... is the number of
-# processes that run tests.
+# Every target first makes the environment that it needs. PYTHON=... chooses the interpreter (3.11 or newer). If this
+# interpreter has a torch from 2.11 to 2.15, that torch is used. The command of a target gets the arguments ARGS=...:
+# make demo ARGS="--disk-path /tmp/pages". WORKERS=... is the number of processes that run tests.
 
 VENV := .venv
 DEMO := $(VENV)/.demo
@@ -13,7 +13,7 @@ WORKERS ?= 2
 TYPECHECK := build/typecheck
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache/mypy
 
-# Images often switch byte code off; then every worker, fork server and program compiles what it imports.
+# Container images often switch byte code off. Then every worker, fork server and program would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test test-busy test-long test-servers test-all check static plain budget bench docs tables clean
@@ -27,15 +27,15 @@ serve: $(DEMO)
 test: $(STAMP)
 	$(PY) -m pytest -m "not long and not remote" --workers $(WORKERS) $(ARGS)
 
-# The same files over and over beside processes that burn every core: make test-busy FILES="tests/stores".
+# Runs the files 20 times while other processes keep every core busy: make test-busy FILES="tests/stores".
 test-busy: $(STAMP)
 	ARGS="$(ARGS)" .ci/busy $(PY) $(FILES)
 
 test-long: $(STAMP)
 	HICACHE_TEST_PROFILE=thorough $(PY) -m pytest -m "long and not remote" --workers $(WORKERS) $(ARGS)
 
-# Stores on other machines against their servers on this one, and the plug-ins against the code of theirs: SERVERS="remote vllm"
-# chooses, MARKS=smoke runs the telling tests alone.
+# Tests the remote stores with their servers on this machine, and the plug-ins with the code of vLLM and SGLang.
+# SERVERS="remote vllm" chooses from these; MARKS=smoke only runs a small selection of tests.
 test-servers: $(STAMP)
 	ARGS="$(ARGS)" $(PYTHON) .ci/servers $(SERVERS)
 
@@ -44,8 +44,8 @@ test-all: $(STAMP)
 
 check: static plain budget
 
-# The package as it installs: kernels/, storage/ and bench/ stand inside hicache/, so mypy sees a tree of links. Every clone
-# uses its cache, one at a time.
+# In the installed package kernels/, storage/ and bench/ are inside hicache/, so mypy checks a tree of links. All clones
+# share the cache of mypy, and use it one at a time.
 static: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -55,30 +55,30 @@ static: $(STAMP)
 	cd $(TYPECHECK) && flock $(CACHE)/lock $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) \
 		--cache-dir $(CACHE) -p hicache
 
-# The words of docstrings, comments and pages, compared with the budget of each folder in .ci/plain.toml.
+# Counts the findings about words in docstrings, comments and pages, and compares them with the budgets in .ci/plain.toml.
 plain: $(STAMP)
 	$(PY) .ci/plain $(ARGS)
 
-# What the last run of all tests took, beside tests/budget.toml.
+# Compares the times of the last run of all tests with tests/budget.toml.
 budget: $(STAMP)
 	$(PY) tests/support/budget.py
 
-# The site, into build/site. Where the packages of these two extras are, the tests build the site, and check distributions,
-# workflows and manifests.
+# Builds the site in build/site. If the packages of the extras docs and release are installed, the tests also build the
+# site, and check distributions, workflows and manifests.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-# Those of the pages of docs/ that tell what the code declares: settings, flags, metrics, families.
+# Writes the tables in docs/ that the code declares: settings, flags, metrics, families.
 tables: $(STAMP)
 	$(PY) docs/site/tables.py
 
-# A small set, in a few minutes on any machine. BENCH=all runs each that this machine can run, BENCH=name one; the list is
-# printed first.
+# Lists all benchmarks, and runs a small set of them in a few minutes on any machine. BENCH=all runs every benchmark that
+# this machine can run, BENCH=name runs one.
 bench: $(STAMP)
 	$(PY) -m bench list
 	$(PY) -m bench run $(BENCH) $(ARGS)
 
-# Leaves $(VENV), whose making is the slow part.
+# Keeps $(VENV), because making it again is slow.
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
@@ -96,7 +96,7 @@ $(STAMP): pyproject.toml .ci/setup
 	.ci/setup $(VENV) $(PYTHON) test,model
 	touch $(DEMO) $@
 
-# Another interpreter than last time: set up again.
+# If PYTHON is another interpreter than last time, the environment is made again.
 ifneq ($(PYTHON),$(or $(MADE_FROM),$(PYTHON)))
 .PHONY: $(STAMP) $(DEMO)
 endif

@@ -1,1 +1,2 @@
-"""Benchmarks: one module each, run with `hicache bench run NAME`; `hicache.bench.common` has the code they share."""
+"""The benchmarks, one module for each. `hicache bench run NAME` runs one of them. `hicache.bench.common` has their
+shared code."""

@@ -1,19 +1,19 @@
-"""Measures computing and loading concurrently, compared with the faster of the two, with the reference scheduler; 8B
-geometry on CUDA.
+"""Measures requests that compute and load concurrently, compared with the faster of computing alone and loading alone.
+Uses the reference scheduler, and the geometry of an 8B model on CUDA.
 
-    equal, slow3, ...  first token of a prompt on a store with the rate of computing, or 3 or 10 times slower or faster;
-                       `freezes`: the store hangs after a quarter of the prompt;
-    neighbours         time per output token of streams during such a request, over that during a request that only
-                       waits for its load;
-    eight              eight such requests at once: until the last has its token;
-    restart            first token after a restart, from a real disk, over computing;
-    sessions           sessions of agents with a store as fast as the machine's disk: mean first token, over the rule
-                       that chooses one of the two.
+    equal, slow3, ...  time to first token of a prompt in a store as fast as computing, or 3 or 10 times slower or
+                       faster; `freezes`: the store hangs after a quarter of the prompt;
+    neighbours         time per output token of streams while such a request computes and loads, over that while a
+                       request only waits for its load;
+    eight              time until eight such requests, submitted at once, all have their first token;
+    restart            time to first token after a restart, from a real disk, over the time when computing;
+    sessions           mean time to first token of agent sessions with a store as fast as the machine's disk, over that
+                       with the rule that chooses either computing or loading.
 
-The store is in memory and sleeps (`throttled.py`), so the case sets its rate, and no prompt is computed to fill it. All
-is measured in one process. Loading and both ways are measured in turns. Computing is measured before them, and again in
-turns with them in cases where one per cent matters. On a CPU nothing is computed, passes sleep for a fifth of a GPU's
-time (`SleepingRunner`), and there are no targets.
+The store is in memory and sleeps (`throttled.py`), so each case can set the store's rate, and no prompt is computed to
+fill the store. One process measures all variants. Loading alone is measured in turns with both at once. Computing alone
+is measured before, and in cases where one per cent matters also in turns with them. On a CPU nothing is computed:
+passes sleep for a fifth of a GPU's time (`SleepingRunner`), and there are no targets.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ PARTS = ("rates", "neighbours", "eight", "restart", "sessions")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all parts. `short`, `long`: tokens of prompts; `chunk`: tokens of a pass; `least_s`: minimum seconds of
-    all samples of a rate; `samples` of other parts; `num_at_once`: concurrent requests; `stream`, `steps`: tokens of
-    the prompt and of the answer of a stream."""
+    """Sizes of all parts. `short`, `long`: tokens of prompts. `chunk`: tokens of a pass. `least_s`: minimum total
+    seconds of the samples of a rate. `samples`: number of samples in other parts. `num_at_once`: number of concurrent
+    requests. `stream`, `steps`: tokens of a stream's prompt and of its answer."""
 
     short: int
     long: int
@@ -69,7 +69,8 @@ _SESSIONS = SessionSizes(Scale(requests=56, block_tokens=8, longest=32_000), 43_
 REAL = Sizes(32768, 98304, 8192, 4.0, 2, 8, 1024, 512, _SESSIONS)
 # On a CPU passes sleep for a fifth of a GPU's time.
 ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 0.0, 1, 4, 1024, 512, _SESSIONS), 5.0
-# Times of an 8B model on an H100: per pass, per token, and per token and position. 98 304 tokens take 7.3 s.
+# Seconds of an 8B model on an H100: per pass, per token, and per token and position. A prompt of 98 304 tokens takes
+# 7.3 s.
 _PASS_S, _TOKEN_S, _PAIR_S = 0.012, 54e-6, 4.1e-10
 # Time to read a token of 128 KiB from a disk of 1.43 GB/s. Computing a prompt of 98 304 tokens takes 76e-6 s per token.
 _DISK_TOKEN_S = 92e-6
@@ -77,9 +78,9 @@ _DISK_TOKEN_S = 92e-6
 
 @dataclass(frozen=True)
 class Rate:
-    """A case. `slowdown`: time of loading over time of computing. `variants`: the alternatives with which the case is
-    compared. `target`: if above 1, computing is also measured in turns with the case. `freezes`: the store hangs after
-    a quarter of the prompt."""
+    """A case. `slowdown`: time to load the prompt divided by the time to compute it. `variants`: the alternatives with
+    which the case is compared. `target`: if it is above 1, computing is also measured in turns with the case.
+    `freezes`: whether the store hangs after a quarter of the prompt."""
 
     name: str
     slowdown: float
@@ -119,8 +120,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 class SleepingRunner:
-    """Implements the scheduler's `Runner`. `speed`: the speed of the simulated passes as a multiple of the GPU's
-    speed."""
+    """Implements the scheduler's `Runner` by sleeping. `speed`: speed of the simulated passes, as a multiple of the
+    GPU's speed."""
 
     def __init__(self, engine: CacheEngine, vocab: int, speed: float) -> None:
         self._engine = engine
@@ -128,7 +129,7 @@ class SleepingRunner:
         self._speed = speed
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Wait for the loads of the leases, as a model does, then sleep; returns logits of zeros."""
+        """Wait for the loads of the leases, as a model does, and then sleep. Returns logits that are all zero."""
         self._engine.begin_forward([chunk.lease for chunk in chunks])
         for layer in self._engine.pool.layer_ids:
             self._engine.pool.get_key_buffer(layer)
@@ -174,15 +175,15 @@ class _Case:
         sync(self.served.engine.pool.device)
 
     def request(self, tokens: Tokens, variant: Variant, num_new: int = 1) -> Request:
-        """Return a request to be submitted now. With `variant` "load" the request waits for its complete prefix; with
-        "compute" it finds no cached prefix."""
+        """Return a request to submit immediately. If `variant` is "load", the request waits for its complete prefix. If
+        it is "compute", the request finds no cached prefix."""
         name = self.name(variant)
         if variant == "load":
             self.served.engine.prefetch(name, tokens, mode="wait_complete")
         return Request(name, tokens, num_new, namespace=name if variant == "compute" else "")
 
     def seconds(self, prompts: Sequence[Tokens], variant: Variant) -> float:
-        """Submit a request for each prompt. Return the seconds until all requests have their tokens."""
+        """Submit a request for each prompt. Return the seconds until all requests have ended."""
         self.forget()
         scheduler, begin_s = self.served.scheduler(), time.perf_counter()
         for tokens in prompts:
@@ -194,8 +195,8 @@ class _Case:
         return time.perf_counter() - begin_s
 
     def set_rate(self, known: Sequence[Tokens], seconds: float) -> None:
-        """Set the rate of the store such that reading all prompts `known` takes `seconds`. Then read a part of one
-        prompt, so that the engine measures the new rate."""
+        """Set the store's rate so that reading all prompts `known` takes `seconds`. Then read a part of one prompt, so
+        that the engine measures the new rate."""
         self.store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
         self.forget()
         engine, name = self.served.engine, self.name("load")
@@ -207,7 +208,7 @@ class _Case:
 
 
 class _Both:
-    """The parts of the bench."""
+    """Runs the parts of this benchmark."""
 
     def __init__(self, report: Report, served: ServedModel, sizes: Sizes, folder: str) -> None:
         self._report = report
@@ -268,8 +269,8 @@ class _Both:
         self._report_case("restart", measured, computed_s, 0.7, note)
 
     def sessions(self) -> None:
-        """Run all sessions in one engine, whose tiers and store are empty when a run begins. The store keeps written
-        pages, and is as fast as the machine's disk."""
+        """Run all sessions in one engine, and empty its tiers and store before each run. The store keeps written pages,
+        and is as fast as the machine's disk."""
         sizes, token_bytes = self._sizes.sessions, self._served.token_bytes
         turns = generated_turns(sizes.scale)
         settings: dict[str, Any] = {
@@ -289,7 +290,7 @@ class _Both:
     # Inside
 
     def _rate(self, case: _Case, rate: Rate, tokens: Tokens, computed: list[float]) -> None:
-        """Measure a case. `computed`: samples of computing the prompt; samples of this case are appended."""
+        """Measure a case. `computed`: seconds to compute the prompt so far; this method may append samples."""
         case.set_rate([tokens], percentile(computed, 50) * rate.slowdown)
         taken: dict[Variant, list[float]] = {variant: [] for variant in (*rate.overlaps, "both")}
         taken["compute"] = computed
@@ -306,8 +307,8 @@ class _Both:
         self._report_case(rate.name, taken["both"], best_s, rate.target, note)
 
     def _session_run(self, case: _Case, turns: Sequence[Turn], clients: int, overlaps: bool) -> SessionRun:
-        """Serve the turns, with empty tiers at first. `overlaps`: compute and load concurrently. False: the rule
-        chooses either computing or loading."""
+        """Serve the turns, beginning with empty tiers. `overlaps`: whether requests compute and load concurrently;
+        otherwise the rule chooses either computing or loading."""
         prefetcher = case.served.engine.inspect.prefetcher
         assert prefetcher is not None
         prefetcher.is_overlap_enabled = overlaps

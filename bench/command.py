@@ -1,10 +1,10 @@
 """`hicache bench list`, `run`, `compare` and `plot`; in a checkout also `python -m bench`.
 
-Finds the benchmarks (modules of this package with `NAME`, `DESCRIPTION`, `add_arguments` and `run`), parses, runs,
-writes the result file and prints a table. `run all` runs each benchmark that this machine can run, with default
-arguments; `run small` runs some benchmarks with little data, in a few minutes.
+A benchmark is a module of this package with `NAME`, `DESCRIPTION`, `add_arguments` and `run`. This module finds the
+benchmarks, parses their arguments, runs them, writes the result files and prints tables. `run all` runs each benchmark
+that this machine can run, with default arguments. `run small` runs some benchmarks with little data, in a few minutes.
 
-May import every module of the package; loads the benchmarks by name.
+May import every module of the package. It imports the benchmarks by name.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SETS: dict[str, dict[str, list[str]]] = {
 }
 
 
-# The benchmarks whose figures README and performance.md quote, in the order of their runs: name, arguments, and minutes
-# on one H200. A benchmark of servers has many runs, one per mode; its minutes are those of one run. Each run is written
-# to the result file when it ends.
+# The benchmarks whose figures README and performance.md quote, in the order in which they run: name, arguments, and
+# minutes on one H200. A benchmark of servers has one run for each mode, and `minutes` is the time of one run. The
+# result file is written after each run.
 RELEASE: list[tuple[str, list[str], float]] = [
     ("transfer", [], 3),
     ("packed", [], 4),
@@ -110,9 +110,10 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def find_benches() -> tuple[dict[str, BenchModule], dict[str, str]]:
-    """Return the benchmarks by name, and the modules that cannot be imported here, with the import error.
+    """Return the benchmarks by name, and the import error of each module that cannot be imported here.
 
-    A module with some but not all of the four parts raises TypeError; a module with none of the four parts is a helper.
+    A module without `NAME`, `DESCRIPTION`, `add_arguments` and `run` is a helper. Raises TypeError for a module with
+    some but not all of these four names.
     """
     benches: dict[str, BenchModule] = {}
     broken: dict[str, str] = {}
@@ -144,8 +145,8 @@ def _device(text: str) -> torch.device:
 
 
 def bench_parser(module: BenchModule, results: Path = RESULTS) -> argparse.ArgumentParser:
-    """Return the parser for the arguments of one benchmark: the benchmark's own arguments, and three arguments that all
-    benchmarks have."""
+    """Return the parser for the arguments of one benchmark: its own arguments, and the arguments that all benchmarks
+    have."""
     parser = _Parser(prog=f"hicache bench run {module.NAME}", description=module.DESCRIPTION)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=_device, default=torch.device(default), help=f"default: {default}")
@@ -159,7 +160,8 @@ def bench_parser(module: BenchModule, results: Path = RESULTS) -> argparse.Argum
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:
-    """The command that repeats a run, without `--out` and `--resume`, which do not change the measurement."""
+    """Return the command that repeats a run. `--out` and `--resume` are left out, because they do not change the
+    measurement."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -178,7 +180,7 @@ def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESUL
     try:
         module.run(args, report)
     except AssertionError:
-        print_report(report)  # no file is written after an interruption, so show the cases measured so far
+        print_report(report)  # An interrupted benchmark writes no file, so at least print the cases measured so far.
         raise
     path = report.write(args.resume or args.out)
     print_report(report)
@@ -186,7 +188,7 @@ def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESUL
 
 
 def print_report(report: Report) -> None:
-    """Print the cases of a result, then their notes."""
+    """Print the cases of a result, and below them the notes of the cases."""
     rows = []
     for c in report.cases:
         verdict = {None: "", True: " met", False: " MISSED"}[c.met]
@@ -225,14 +227,14 @@ def _run(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], b
 
 
 def _run_release(arguments: Sequence[str], benches: dict[str, BenchModule]) -> None:
-    """Run the entries of `RELEASE` that the folder lacks, one result file for each benchmark."""
+    """Run the entries of `RELEASE` for which the folder has no results. Each benchmark has one result file."""
     parser = _Parser(prog="hicache bench run release", description="run the benchmarks that the documentation quotes")
     add = parser.add_argument
-    add("--resume", type=Path, required=True, metavar="DIR", help="of the result files; what they have is not repeated")
-    add("--minutes", type=float, default=math.inf, help="begin nothing that takes longer (default: all)")
-    add("--folder", default="", help="on the disk to measure (default: a temporary folder)")
-    add("--gpus", default="0", metavar="N,N", help="of servers (default: 0)")
-    add("--trace", default="", metavar="PATH", help="of the workload conversation of servers")
+    add("--resume", type=Path, required=True, metavar="DIR", help="folder of result files; their runs are not repeated")
+    add("--minutes", type=float, default=math.inf, help="leave out benchmarks that take longer (default: none)")
+    add("--folder", default="", help="folder on the disk to measure (default: a temporary folder)")
+    add("--gpus", default="0", metavar="N,N", help="GPUs of the benchmark servers (default: 0)")
+    add("--trace", default="", metavar="PATH", help="trace for the workload conversation of servers")
     flags, rest = parser.parse_known_args(arguments)
     machine = machine_name(bench_parser(benches["steps"]).parse_args(rest).device)
     end_s = time.monotonic() + 60 * flags.minutes
@@ -253,8 +255,8 @@ def _run_release(arguments: Sequence[str], benches: dict[str, BenchModule]) -> N
 
 
 def _run_set(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
-    """Run each benchmark of a set, or all benchmarks. Results of a set are written to a separate folder, because the
-    set uses other sizes."""
+    """Run each benchmark of a set, or all benchmarks. A set has a separate folder for results, because it uses other
+    sizes."""
     members = SETS.get(name, {member: [] for member in sorted({**benches, **broken})})
     results = RESULTS / name if name in SETS else RESULTS
     for member in members:

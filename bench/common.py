@@ -1,9 +1,10 @@
-"""The harness of every benchmark: cases with their ceilings, the machine, and the result files.
+"""The harness of all benchmarks. It has the timers, the cases with their ceilings, and the result files.
 
 A benchmark is a module of this package with `NAME`, `DESCRIPTION`, `add_arguments(parser)` and `run(args, report)`;
-`args.device` is a torch.device. `run` times the variants of the benchmark, and the raw copies that bound them, with
-`interleave`, so that ceiling and case are measured under the same conditions. It adds `Case`s to the report. GB/s are
-1e9 bytes per second of payload: each byte that must move counts once. If copies run in both directions, both count.
+`args.device` is a torch.device. `run` times the variants of the benchmark in turns with the raw copies that are their
+ceiling, using `interleave`, so that case and ceiling are measured under the same conditions. Then it adds `Case`s to
+the report. GB/s are 1e9 bytes of payload per second: each byte that must be moved counts once. If copies run in both
+directions, the bytes of both count.
 
 Owns the result files, `bench/results/<bench>-<machine>.json`. Imports torch and numpy.
 """
@@ -31,7 +32,7 @@ from hicache.console import write_atomically
 from hicache.errors import HiCacheError
 
 SCHEMA = 1
-AND = " && "  # between the commands of a result file
+AND = " && "  # separates the commands of a result file
 
 Better = Literal["higher", "lower"]
 Timer = Callable[[Callable[[], object]], float]
@@ -63,8 +64,8 @@ def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
 
 
 def chosen_parts(args: argparse.Namespace, report: Report, parts: Sequence[str]) -> Sequence[str]:
-    """Return the parts of `--only`, or all of `parts`. The result of some parts does not replace the result of all
-    parts; with `--resume` it is added to the given file."""
+    """Return the parts that `--only` names, or all of `parts`. Results of only some parts go to a separate file, so
+    that they do not replace the results of all parts. With `--resume` they are added to the given file."""
     if args.only and not args.resume:
         report.bench = "-".join([report.bench, *args.only])
     return args.only or parts
@@ -78,7 +79,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` of the samples lie, interpolated linearly between neighbours."""
+    """Return the value below which `percent` per cent of the samples are, interpolated linearly between two samples."""
     if not values:
         raise ValueError("no samples")
     ordered = sorted(values)
@@ -97,7 +98,8 @@ def gb_per_s(num_bytes: int, seconds: Sequence[float]) -> list[float]:
 class Case:
     """One measured number. `value`, `ceiling` and the percentiles are in `unit`; `ratio` is value over ceiling.
 
-    The target applies to the ratio: at least the target if higher is better, at most if lower is better.
+    The target applies to the ratio. The ratio should be at least the target if higher is better, and at most the target
+    if lower is better.
     """
 
     name: str
@@ -134,10 +136,10 @@ class Case:
         target: float | None = None,
         note: str = "",
     ) -> Case:
-        """Build a case of `values`, all in `unit`, whose value is their median. A number measured once is a list of
-        one.
+        """Build a case whose value is the median of `values`, all in `unit`. For a number that was measured once,
+        `values` has one element.
 
-        `ceiling`: a number, or the samples of the ceiling, whose median counts.
+        `ceiling`: a number, or samples of which the median is the ceiling.
         """
         median = percentile(values, 50)
         if isinstance(ceiling, Sequence):
@@ -169,10 +171,10 @@ class Case:
 class Report:
     """The cases of one run of one benchmark, and the conditions under which the cases were measured.
 
-    Used by one thread. A case that misses its target stays, and its note says so.
+    Only one thread may use a report. If a case misses its target, the case is kept and its note says so.
 
-    `trees`: digests of the source code that was measured. `runs`: the runs of a benchmark that computes its cases from
-    the runs of several commands. `kept`: cases of earlier commands, from the file to which this run adds cases.
+    `trees`: digests of the source code that was measured. `runs`: runs of several commands, if the benchmark computes
+    its cases from them. `kept`: cases of earlier commands, read from the file to which this run adds cases.
     """
 
     bench: str
@@ -188,14 +190,16 @@ class Report:
 
     @classmethod
     def start(cls, bench: str, device: torch.device, command: str, commit: str = "") -> Report:
-        """Return an empty report with this machine's name, software, commit and the present time (UTC)."""
+        """Return a report without cases, with this machine's name, the software, the commit and the current time
+        (UTC)."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         commit = commit or commit_of(ROOT)
         return cls(bench, machine_name(device), software(device), commit, date, command, trees=trees())
 
     def resume(self, path: Path) -> None:
         """Keep the runs and cases of an existing result file, and add the new runs and cases to the file. Do nothing if
-        there is no file. ResultError if the file has another benchmark, kind of machine or state of the code."""
+        there is no file. Raises ResultError if the file is of another benchmark, kind of machine or state of the
+        code."""
         if not path.exists():
             return
         earlier = read_report(path)
@@ -217,7 +221,8 @@ class Report:
         return self.command.split(AND)
 
     def add(self, case: Case) -> Case:
-        """Add a case, with a note if it misses its target; returns it. Raises ValueError for a duplicate name."""
+        """Add a case and return it. If the case misses its target, a note says so. Raises ValueError for a duplicate
+        name."""
         if any(case.name == other.name for other in self.cases):
             raise ValueError(f"case {case.name} is there already")
         if case.met is False and "missed" not in case.note:
@@ -240,8 +245,8 @@ class Report:
         ceiling_bytes: int | None = None,
         **about: Any,
     ) -> Case:
-        """Add GB/s of runs that moved `num_bytes`. `ceiling_seconds`: seconds of the runs that bound them, which moved
-        `ceiling_bytes`, or `num_bytes` if that is None."""
+        """Add a case with the GB/s of runs that moved `num_bytes`. `ceiling_seconds`: seconds of the runs that are the
+        ceiling. `ceiling_bytes`: bytes that those runs moved; None: `num_bytes`."""
         if ceiling_seconds is not None:
             about["ceiling"] = gb_per_s(ceiling_bytes or num_bytes, ceiling_seconds)
         return self.case(name, gb_per_s(num_bytes, seconds), "GB/s", **about)
@@ -255,7 +260,7 @@ class Report:
         ceiling_seconds: Sequence[float] | None = None,
         **about: Any,
     ) -> Case:
-        """Add times in `unit`, s, ms or us. `ceiling_seconds`: seconds of the runs that bound them."""
+        """Add a case with times in `unit`: s, ms or us. `ceiling_seconds`: seconds of the runs that are the ceiling."""
         per_second = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
         if ceiling_seconds is not None:
             about["ceiling"] = [s * per_second for s in ceiling_seconds]
@@ -283,8 +288,8 @@ class Report:
             raise ValueError(f"not a result of schema {SCHEMA}: {error}") from error
 
     def write(self, place: Path = RESULTS) -> Path:
-        """Write `<bench>-<machine>.json` into the folder `place`, or the file `place`. An earlier file is replaced
-        atomically."""
+        """Write the file `<bench>-<machine>.json` if `place` is a folder, or otherwise the file `place`. An earlier
+        file is replaced atomically."""
         path = place if place.suffix == ".json" else place / f"{self.bench}-{self.machine}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
@@ -301,7 +306,8 @@ def read_report(path: Path) -> Report:
 
 
 def wall_timer(sync: Callable[[], object] | None = None) -> Timer:
-    """Make a timer by the host's clock; it calls `sync` before the clock starts and before it stops."""
+    """Return a timer that uses the host's clock. It calls `sync` before it starts the clock and before it stops the
+    clock."""
 
     def measure(run: Callable[[], object]) -> float:
         if sync is not None:
@@ -316,10 +322,11 @@ def wall_timer(sync: Callable[[], object] | None = None) -> Timer:
 
 
 def cuda_timer(device: torch.device, stream: torch.cuda.Stream | None = None) -> Timer:
-    """Make a timer by two events on the device's current stream, whose queue is empty when the first is recorded.
+    """Return a timer that uses two events on the device's current stream. The stream's queue is empty when the first
+    event is recorded.
 
-    A run that uses other streams must make the current stream wait for them before it returns. With a `stream`, runs
-    use this stream, concurrently with work on other streams.
+    If a run uses other streams, it must make the current stream wait for them before it returns. If `stream` is given,
+    runs use this stream, concurrently with work on other streams.
     """
 
     def measure(run: Callable[[], object]) -> float:
@@ -337,7 +344,7 @@ def cuda_timer(device: torch.device, stream: torch.cuda.Stream | None = None) ->
 
 
 def timer_for(device: torch.device) -> Timer:
-    """Make a timer: by events on CUDA, by the host's clock elsewhere."""
+    """Return a timer that uses events on CUDA, and the host's clock on other devices."""
     return cuda_timer(device) if device.type == "cuda" else wall_timer()
 
 
@@ -381,7 +388,7 @@ def interleave(
 
 @dataclass(frozen=True)
 class RawCopy:
-    """A plain copy to time as a ceiling: one call of `run` fills `targets`, in total `num_bytes` of payload."""
+    """A plain copy whose time is a ceiling. One call of `run` fills `targets`, with `num_bytes` of payload in total."""
 
     run: Callable[[], object]
     targets: tuple[torch.Tensor, ...]
@@ -392,11 +399,11 @@ class RawCopy:
 
 
 def raw_copies(device: torch.device, num_bytes: int = 256 << 20) -> dict[str, RawCopy]:
-    """Return the plain copies that bound a transfer, to be used as variants of `interleave`.
+    """Return the plain copies that are the ceilings of transfers, as variants for `interleave`.
 
-    CPU: `memcpy`, by default much larger than the caches, with torch's threads, and `memcpy_1thread`. CUDA: `up` and
-    `down` between pinned and device memory, `both` concurrently (twice the payload), and `device`, within device
-    memory.
+    On a CPU they are `memcpy` with torch's threads and `memcpy_1thread`; the default size is much larger than the
+    caches. On CUDA they are `up` and `down` between pinned and device memory, `both` for both directions at once (twice
+    the payload), and `device` within device memory.
     """
     if device.type not in ("cpu", "cuda"):
         raise BenchUnavailable(f"no raw copies are known for {device.type}; use --device cpu or cuda")

@@ -1,12 +1,12 @@
-"""Compares two results of the same benchmarks, before and after a change, and tells changes from noise.
+"""Compares two results of the same benchmarks, before and after a change, and distinguishes changes from noise.
 
-    change    after / before - 1, of the medians
-    noise     the intervals from p10 to p90 of both overlap; the noise of a case that was measured once is unknown, so
-              only the threshold decides
-    regressed the change is for the worse by more than the threshold, and the intervals do not overlap
-    improved  the change is for the better by more than the threshold, and the intervals do not overlap
+    change    after / before - 1, computed from the medians
+    noise     the intervals from p10 to p90 of both results overlap; the noise of a case that was measured once is
+              unknown, so for this case only the threshold decides
+    regressed the case is worse by more than the threshold, and the intervals do not overlap
+    improved  the case is better by more than the threshold, and the intervals do not overlap
 
-Results are paired by benchmark and machine, cases by name. May import bench.common.
+Results are paired by benchmark and machine, and cases are paired by name. May import bench.common.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Verdict = Literal["regressed", "improved", "noise", "same", "only before", "only
 
 @dataclass(frozen=True)
 class Change:
-    """A case before and after the change; one of them may be missing. `threshold`: a share, 0.05 for 5 %."""
+    """A case before and after the change. Either of both results may lack the case. `threshold`: a share, 0.05 for 5
+    %."""
 
     name: str
     before: Case | None
@@ -43,7 +44,8 @@ class Change:
 
     @property
     def relative(self) -> float | None:
-        """after / before - 1, infinite if before is zero. Returns None if the two cannot be compared."""
+        """The relative change, after / before - 1; infinite if `before` is zero. Returns None if the results cannot be
+        compared."""
         if self.before is None or self.after is None or not self.comparable:
             return None
         difference = self.after.value - self.before.value
@@ -99,7 +101,8 @@ def pairs(before: Path, after: Path, across_machines: bool) -> list[tuple[Report
 
 
 def _results(place: Path, across_machines: bool) -> dict[tuple[str, str], Report]:
-    """Read results, by benchmark and machine, or only by benchmark."""
+    """Read the results in a file or folder. Returns them by benchmark and machine, or with `across_machines` only by
+    benchmark."""
     paths = sorted(place.glob("*.json")) if place.is_dir() else [place]
     if not paths:
         raise ResultError(f"{place} has no result files; `hicache bench run NAME --out {place}` writes one")

@@ -1,6 +1,6 @@
-"""Records the functions that a piece of work calls in this thread, by a profile hook, without any clock.
+"""Records which functions a piece of work calls in this thread. It uses a profile hook and no clock.
 
-A helper of benchmarks; tests of costs import it. Imports nothing of the package.
+Benchmarks and tests of costs import this module. It imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Function(NamedTuple):
 
 @dataclass
 class Calls:
-    """Recorded calls, in their order: `python`, each Python function; `c`, the qualified name of each C function.
+    """Recorded calls, in order. `python`: the called Python functions. `c`: the qualified names of the called C
+    functions.
 
     A generator counts as a call each time it is resumed.
     """
@@ -38,8 +39,8 @@ class Calls:
         return len(self.python) + len(self.c)
 
     def record(self, work: Callable[[], T]) -> T:
-        """Run `work`, append each of its calls in this thread, and return its result. The garbage collector is off
-        meanwhile, because finalizers of unrelated objects would count."""
+        """Run `work`, append each call that it makes in this thread, and return its result. The garbage collector is
+        off during `work`, because finalizers of unrelated objects would count."""
         with without_collection():
             sys.setprofile(self._note)
             try:
@@ -67,7 +68,7 @@ class Calls:
 
 
 def modules_of(functions: Iterable[Function]) -> set[str]:
-    """Return the modules, hence source files, that define these functions."""
+    """Return the modules that define these functions. Each module is one source file."""
     return {function.module for function in functions}
 
 
@@ -80,7 +81,7 @@ def classes_of(functions: Iterable[Function]) -> set[str]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Switch the garbage collector off, and on again if it was on."""
+    """Switch the garbage collector off within the block, and on again afterwards if it was on."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

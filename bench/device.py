@@ -1,10 +1,12 @@
-"""The device tier's kernels and allocators, as shares of a plain device copy or of an empty launch in the same rounds.
+"""Measures the device tier's kernels and allocators. The ceilings, measured in the same rounds, are a plain copy within
+device memory and an empty launch.
 
-    bytes   fused store, moves, gathers and scatters of an 8B model's pool (bench.device_bytes)
-    slots   allocations and frees against an empty kernel and a fill of the result; `host_us`: time of the caller
+    bytes   fused store, moves, gathers and scatters in the pool of an 8B model (bench.device_bytes)
+    slots   allocations and frees, compared with an empty kernel and a fill of the result; `host_us`: time of the
+            calling thread
 
-Results are compared outside the timing. Calls that must not wait for the device also run once in a mode in which torch
-raises if they do.
+The timed part does not include checks of the results. Calls that must not wait for the device also run once in a mode
+in which torch raises if a call waits.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def _empty_kernel(x):  # type: ignore[no-untyped-def]
 
 @contextlib.contextmanager
 def no_wait(device: torch.device) -> Iterator[None]:
-    """Make torch raise, within the block, if it would make the host wait for the device."""
+    """Within the block, make torch raise if an operation would make the host wait for the device."""
     if device.type != "cuda":
         yield
         return
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def _baseline(out: torch.Tensor) -> Run:
-    """Return an empty launch, on devices with kernels, and a fill of the result."""
+    """Return a run that fills the result, after an empty launch if the device has kernels."""
     on_cuda = out.device.type == "cuda"
 
     def run() -> None:
@@ -81,10 +83,11 @@ def _baseline(out: torch.Tensor) -> Run:
 
 
 def _measure_launches(report: Report, samples: int, device: torch.device) -> None:
-    """Device time of the kernels that write slots, against an empty kernel and writing the result."""
+    """Measure the device time of kernels that write slots, compared with an empty kernel and a fill of the result."""
     kernels, on_cuda = kernel_choice(device), device.type == "cuda"
     free = torch.randperm(1 << 16, device=device) + 1
-    # 64 requests that grow from 0 to 4096 tokens, and 256 requests at all offsets within a page, each in its own page.
+    # The extend case has 64 requests that grow from 0 to 4096 tokens. The decode case has 256 requests at all offsets
+    # within a page, each in a separate page.
     no_prefix, none, lengths = (torch.full((64,), n, device=device) for n in (0, -1, 4096))
     before = torch.arange(256, device=device) + 1000
     after, last = before + 1, (torch.arange(256, device=device) + 100_000) * PAGE + (before - 1) % PAGE
@@ -106,7 +109,7 @@ def _measure_launches(report: Report, samples: int, device: torch.device) -> Non
 
 
 def _measure_host(report: Report, samples: int, device: torch.device) -> None:
-    """Time an allocator's call in the caller: the mean of 100 calls in a row."""
+    """Measure the time that a call of an allocator takes in the calling thread, as the mean of 100 calls in a row."""
     token, seconds = TokenToKVPoolAllocator(1 << 20, torch.bfloat16, device, None, True), []
     with no_wait(device):
         token.alloc(128)
@@ -123,7 +126,8 @@ def _measure_host(report: Report, samples: int, device: torch.device) -> None:
 
 
 def _measure_frees(report: Report, samples: int, device: torch.device) -> None:
-    """Time one group of frees in the caller: 64 and 256 requests of 4096 tokens, as runs and as tokens."""
+    """Measure the time that one group of frees takes in the calling thread. A group frees 64 or 256 requests of 4096
+    tokens, given as runs or as tokens."""
     for requests in (64, 256):
         allocator = PagedTokenToKVPoolAllocator(2 * requests * 4096, PAGE, torch.bfloat16, device, None, True)
         slots = allocator.alloc(requests * 4096)

@@ -1,8 +1,9 @@
-"""Device-memory traffic of the bench `device`: rows and pages moved by kernels, compared with a plain copy.
+"""The part of the benchmark `device` that moves bytes in device memory. Kernels move rows and pages, and are compared
+with a plain copy.
 
-Times are measured on the device: a sleep blocks the stream while the host fills its queue, so that launches cost as
-much as in a busy stream. Bytes are the mean of bytes read and written, so that a copy within device memory is the
-ceiling of all cases. Results are compared outside the timing.
+Times are measured on the device. First a sleep blocks the stream while the host fills the stream's queue, so that
+launches cost as much as in a busy stream. The bytes of a case are the mean of the bytes that it reads and writes, so
+that a copy within device memory is the ceiling of all cases. The timed part does not include checks of the results.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Variant:
-    """An operation to time: `run` moves `num_bytes`; `verify` raises if the result is wrong. `target`: for sizes from
-    64 MiB on."""
+    """An operation to time: `run` moves `num_bytes`; `verify` raises if the result is wrong. `target`: target of the
+    case for sizes of 64 MiB and more."""
 
     run: Run
     num_bytes: int
@@ -40,8 +41,8 @@ class Variant:
 
 
 def queued_timer(device: torch.device, repeat: int) -> Timer:
-    """Make a timer: mean device seconds of `repeat` runs, all queued before the first begins; on a CPU, by the host's
-    clock."""
+    """Return a timer. On CUDA it measures the mean device seconds of `repeat` runs, which are all queued before the
+    first run begins. On a CPU it uses the host's clock."""
     if device.type != "cuda":
         return wall_timer()
 
@@ -94,8 +95,8 @@ def _measure(report: Report, size: str, num_bytes: int, samples: int, device: to
 
 
 def _paged_slots(num_tokens: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the slots of `num_tokens` tokens in pages of 64 in random order, without page 0; if `num_tokens` is not a
-    multiple of 64, single random slots."""
+    """Return the slots of `num_tokens` tokens in random pages of 64 tokens, without page 0. If `num_tokens` is not a
+    multiple of 64, return random single slots."""
     if num_tokens % PAGE:
         return torch.randperm(size, device=device)[:num_tokens] + PAGE
     pages = torch.randperm(size // PAGE, device=device)[: num_tokens // PAGE] + 1
@@ -108,7 +109,7 @@ def _expect(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
-    """Stores of K and V of one layer, without conversion, and converted to fp8 with scales."""
+    """Return variants that store K and V of one layer, without conversion, and with conversion to fp8 with scales."""
     kernels, tokens = kernel_choice(device), num_bytes // (2 * ROW_BYTES)
     slots = _paged_slots(tokens, 2 * tokens, device)
     k, v = (torch.randn(tokens, HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -129,7 +130,7 @@ def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
 
     return {
         "store": Variant(lambda: store_kv(k, v, plain[0], plain[1], slots, kernels), num_bytes, verify_plain),
-        # Against a copy, this kernel reads 1/1 and writes 1/2 of the bytes: on average 3/4.
+        # A copy reads and writes all bytes. This kernel reads all bytes and writes half of them, on average 3/4.
         "store_fp8": Variant(
             lambda: store_kv(k, v, fp8[0], fp8[1], slots, kernels, scale, scale), num_bytes * 3 // 4, verify_fp8
         ),
@@ -137,7 +138,8 @@ def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
 
 
 def _pool_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
-    """Moves within a pool of all layers, and copies of pages between the pool and staging in host-page order."""
+    """Return variants that move rows within a pool of all layers, and that copy pages between the pool and staging in
+    the order of host pages."""
     kernels, tokens = kernel_choice(device), num_bytes // TOKEN_BYTES
     size = max(4 * tokens, 8 * PAGE)
     pool = MHATokenToKVPool(size, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, device, False)
@@ -153,7 +155,7 @@ def _pool_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
 
     mover = TiledCopy(buffers, kernels)
     variants = {"move": Variant(lambda: mover.move(target, source), num_bytes, verify_move, 0.85)}
-    # The halves of a ring are swapped, so every source is also a target.
+    # Each slot of this ring gets the row half a ring further, so every source is also a target.
     ring = order[2 * tokens : 3 * tokens]
     shifted = ring.roll(tokens // 2)
     variants["move_overlapping"] = Variant(lambda: mover.move(shifted, ring), num_bytes, lambda: None, None)

@@ -1,14 +1,15 @@
-"""The disk tier: cold reads, compressed reads, writes and lookups of the store, against raw I/O of the same bytes.
+"""Measures the disk tier: cold reads, compressed reads, writes and lookups of the store, compared with raw I/O of the
+same bytes.
 
-    cold.<size>        random, incompressible pages of 8 MiB, 2 MiB and 128 KiB, 8 threads, caches dropped before each
-                       round; the ceiling, raw.<size>, is the same pages of the same file by O_DIRECT, one per call
-    compressed.8mib    compressible synthetic KV: bytes of pages per second, over raw.8mib
-    pack.<filter>      bytes of a page of synthetic KV over bytes stored
+    cold.<size>        reads of random, incompressible pages of 8 MiB, 2 MiB and 128 KiB by 8 threads, with caches
+                       dropped before each round; the ceiling, raw.<size>, reads those pages by O_DIRECT, one per call
+    compressed.8mib    reads of compressible synthetic KV, as uncompressed bytes per second, over raw.8mib
+    pack.<filter>      compression ratio: bytes of a page of synthetic KV over its stored bytes
     write.*, read.*    writes alone, and writes and reads concurrently (bench.disk_writes)
-    contains, open     in a store of a million small pages
+    contains, open     look-ups in, and opening of, a store of a million small pages
 
-A thread reads documents of 8 MiB in a random order, each in one call. Rounds are in random order. A round is cold if
-the kernel read all its bytes from the disk; the note has the share that it read.
+A thread reads documents of 8 MiB in random order, each in one call. The rounds of different cases are in random order.
+A round is cold if the kernel read all its bytes from the disk; the note of a case has the share that the kernel read.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ CHANNELS = 1024  # channels of a token of synthetic KV, bf16
 DOCUMENT_BYTES = 8 << 20  # bytes that one call reads
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _SMALL_PAGE = 256
-_NUM_KINDS = 8  # number of different page contents; in addition, the first 8 bytes of each page are its number
+_NUM_KINDS = 8  # number of different page contents; each page also begins with its number, in 8 bytes
 _Fetch: TypeAlias = Callable[[range, PageBuffer], None]
 _Reader: TypeAlias = Callable[[], AbstractContextManager[_Fetch]]
-# Virtual disks grant credit for idle time: a case that always follows the same round of reads would gain or lose up to
-# a third by it.
+# Virtual disks are faster after idle time. If a case always followed the same round, this would change its rate by up
+# to a third.
 _ROUNDS_PER_SAMPLE = 2
 
 
 @dataclass(frozen=True)
 class _Case:
-    """`num_pages` of one size in a separate store; reads should reach `target` times the rate of the raw reads
-    `compared_with`."""
+    """A case with `num_pages` pages of one size in a separate store. The target for its reads is `target` times the
+    rate of the raw reads `compared_with`."""
 
     name: str
     page_bytes: int
@@ -111,7 +112,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def synthetic_kv(rng: np.random.Generator, page_bytes: int) -> PageBuffer:
-    """bf16 rows like keys: each channel has its own scale and changes slowly from token to token."""
+    """Return a page of bfloat16 rows that resemble keys: each channel has a separate scale and changes slowly from
+    token to token."""
     tokens = page_bytes // 2 // CHANNELS
     scale = np.exp(rng.normal(0, 1, CHANNELS)).astype(np.float32)
     noise = rng.standard_normal((tokens, CHANNELS), dtype=np.float32)
@@ -193,8 +195,8 @@ def _fill(path: Path, case: _Case, pages: Sequence[PageBuffer]) -> None:
 
 
 def _timed(path: Path, reader: _Reader, order: Sequence[range], buffers: Sequence[PageBuffer]) -> tuple[float, int]:
-    """Read all documents with empty caches in `THREADS` threads, each into its own buffer; returns the seconds, and the
-    bytes read from the disk."""
+    """Read all documents in `THREADS` threads, each with a separate buffer, after dropping the caches. Returns the
+    seconds, and the bytes that were read from the disk."""
     with reader() as fetch, ThreadPoolExecutor(THREADS) as threads:
         _warm_up(threads, partial(fetch, order[0]), buffers)
         drop_caches(path)
@@ -216,7 +218,8 @@ def _compression(report: Report, pages: Sequence[PageBuffer]) -> None:
 
 
 def _warm_up(threads: Executor, fetch: Callable[[PageBuffer], None], buffers: Sequence[PageBuffer]) -> None:
-    """Let each thread read once, so that it has allocated its memory, like the long-lived threads of an engine."""
+    """Let each thread read once, so that it has allocated its memory before the timing, like the long-lived threads of
+    an engine."""
     together = threading.Barrier(THREADS, timeout=60)
 
     def read(buffer: PageBuffer) -> None:
@@ -258,8 +261,8 @@ def _raw_reader(path: Path, case: _Case) -> Iterator[_Fetch]:
 
 
 def compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[range]) -> None:
-    """Raise AssertionError unless each thread's buffer has its last document, and pages with the content of `like`
-    equal it."""
+    """Raise AssertionError unless each thread's buffer has the last document that the thread read. Pages whose content
+    should equal `like` are compared completely."""
     for t, buffer in enumerate(buffers):
         document = order[t::THREADS][-1]
         for i, page in zip(document, buffer.reshape(len(document), -1), strict=True):

@@ -1,13 +1,13 @@
-"""Group commits of new pages into a new store, compared with the same bytes into a new file, in turns.
+"""Measures group commits of new pages to a new store, in turns with writes of the same bytes to a new file.
 
-    write.alone           durability `relaxed`; the ceiling, write.raw, is a plain file written by O_DIRECT, in blocks
-                          of a page, with a fdatasync after each group
-    write.commit          durability `commit`; the same ceiling
-    write.beside_readers  `relaxed`, while 4 threads read other pages; the ceiling is writing without readers
-    read.beside_writer    reads of these 4 threads; the ceiling is reading without the writer
-    *.raw.beside_*        both for a plain file written and read by O_DIRECT: the limits of the disk
+    write.alone           writes with durability `relaxed`; the ceiling, write.raw, writes a plain file by O_DIRECT, in
+                          blocks of a page, with a fdatasync after each group
+    write.commit          writes with durability `commit`; the ceiling is also write.raw
+    write.beside_readers  writes with `relaxed` while 4 threads read other pages; the ceiling is writing without readers
+    read.beside_writer    reads of these 4 threads; the ceiling is reading without a writer
+    *.raw.beside_*        the same two cases for a plain file with O_DIRECT, which are the limits of the disk
 
-Pages are aligned and in huge memory pages, like those of a host pool. A helper of the disk bench.
+As in a host pool, pages are aligned and in huge memory pages. The benchmark `disk` uses this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READERS = 4
 
 
 def measure_writes(report: Report, folder: Path, page_bytes: int, num_pages: int, samples: int) -> None:
-    """Measure all cases; each writes `num_pages`."""
+    """Measure all cases. Each case writes `num_pages` pages."""
     per_group = max(1, _GROUP_BYTES // page_bytes)
     pages = _aligned_pages(per_group, page_bytes)
     variants: dict[str, Callable[[], AbstractContextManager[_Target]]] = {
@@ -86,8 +86,8 @@ class _Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Target:
-    """A store or file to write and read. `write(salt)` writes all pages, under other keys for each salt; `read` reads
-    one page of salt 0."""
+    """A store or file to write and read. `write(salt)` writes all pages, with keys that depend on the salt. `read`
+    reads one of the pages that were written with salt 0."""
 
     write: Callable[[int], None]
     read: Callable[[int, PageBuffer], None]

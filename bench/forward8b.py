@@ -1,14 +1,15 @@
-"""The forward pass that overlaps transfers: matrix products and attention of an 8B model's geometry, over a real pool.
+"""A forward pass to overlap with transfers. It has the matrix products and the attention of an 8B model's geometry,
+over a real pool.
 
-Keys and values are stored in the pool and read through its getters, which wait for their layer, so attention reads the
-bytes that the transfer wrote. A helper of the overlap bench, not a model: no embedding, no rotary positions, no logits,
-and one set of random weights for all layers. The weights are 436 MB at 8B, much larger than any cache, so each layer
-reads them from memory as it would read its own.
+Keys and values are stored in the pool and read through the pool's getters, which wait for their layer. So attention
+reads the bytes that the transfer wrote. This is no complete model: there are no embeddings, no rotary positions and no
+logits, and all layers share one set of random weights. These weights are 436 MB at 8B, much larger than any cache. So
+each layer reads them from memory, as if every layer had its own weights.
 
-    attention   tokens [0, P + S) at `slots`: P of the prefix, S new; query i sees [0, P + i]
+    attention   over tokens [0, P + S) at `slots`, P of the prefix and S new; query i sees [0, P + i]
 
-If the slots are one run, attention reads the pool in place, like a paged kernel; otherwise rows are gathered first. May
-import torch and hicache.
+If the slots are consecutive, attention reads the pool in place, like a paged kernel. Otherwise rows are gathered first.
+May import torch and hicache.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from hicache.device import KVCache
 
 @dataclass(frozen=True)
 class ForwardShape:
-    """Sizes of a model with grouped heads: `heads` of queries, `kv_heads` of keys and values."""
+    """Sizes of a model with grouped heads. `heads`: number of query heads. `kv_heads`: number of heads of keys and
+    values."""
 
     layers: int
     hidden: int
@@ -47,11 +49,12 @@ TINY = ForwardShape(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=1
 
 @dataclass(frozen=True)
 class Suffix:
-    """S new tokens over a prefix, with all data that does not depend on the layer.
+    """A batch of S new tokens after a prefix, with all data that does not depend on the layer.
 
     `x` [S, hidden]; `loc` int64 [S]: slots of the new tokens; `slots` int64 [P + S]: slots of all tokens, in order;
-    `start`: the first slot if all are one run and are read in place, else None; `mask`: which keys a query sees;
-    `gathered`: buffers for gathered keys and values [P + S, kv_heads, head_dim], empty if read in place.
+    `start`: the first slot if all slots are consecutive and are read in place, else None; `mask`: which keys each query
+    sees; `gathered`: buffers for gathered keys and values [P + S, kv_heads, head_dim], empty if slots are read in
+    place.
     """
 
     x: torch.Tensor
@@ -63,9 +66,11 @@ class Suffix:
 
 
 class Forward:
-    """`layers` of norm, attention, norm and gated MLP over one pool; x [S, hidden] in, [S, hidden] out.
+    """Computes `layers` layers, each with norm, attention, norm and gated MLP, over one pool. Input and output are [S,
+    hidden].
 
-    Work is queued on the current stream, and no call waits for the device. The same inputs give the same bits.
+    Work is queued on the current stream. `__call__` does not wait for the device. Equal inputs give bitwise equal
+    outputs.
     """
 
     def __init__(self, shape: ForwardShape, pool: KVCache, prefix_slots: torch.Tensor, new_slots: torch.Tensor) -> None:
@@ -88,9 +93,9 @@ class Forward:
         self._down = weight(shape.mlp, shape.hidden)
 
     def suffix(self, num_tokens: int) -> Suffix:
-        """Return a batch of `num_tokens` new tokens, the same at every call.
+        """Return a batch of `num_tokens` new tokens. Every call with the same number returns equal tokens.
 
-        Raises ValueError if there are fewer new slots. Waits for the device.
+        Raises ValueError if there are fewer than `num_tokens` new slots. Waits for the device.
         """
         if not 0 < num_tokens <= len(self._new_slots):
             raise ValueError(f"{num_tokens} new tokens for {len(self._new_slots)} slots")
@@ -107,7 +112,8 @@ class Forward:
 
     @torch.inference_mode()
     def __call__(self, suffix: Suffix) -> torch.Tensor:
-        """Compute all layers on `suffix.x`; returns a new tensor. The new keys and values are stored in the pool."""
+        """Compute all layers for `suffix.x`, and return a new tensor. The new keys and values are stored in the
+        pool."""
         x = suffix.x
         with self._flash():
             for layer in self._pool.layer_ids:
@@ -117,8 +123,8 @@ class Forward:
         return x
 
     def _attention(self, layer: int, suffix: Suffix, x: torch.Tensor) -> torch.Tensor:
-        """Attention of one layer: [S, hidden] to [S, heads * head_dim]. Projection and store precede the first wait for
-        the layer."""
+        """Compute the attention of one layer, from [S, hidden] to [S, heads * head_dim]. The projection and the store
+        are queued before the first wait for the layer."""
         row = (self.shape.kv_heads, self.shape.head_dim)
         q, k, v = (x @ self._qkv).split(self._widths, dim=1)
         self._pool.set_kv_buffer(layer, suffix.loc, k.unflatten(1, row), v.unflatten(1, row))
@@ -130,8 +136,8 @@ class Forward:
         return out[0].transpose(0, 1).flatten(1)
 
     def _rows(self, suffix: Suffix, buffer: torch.Tensor, which: int) -> torch.Tensor:
-        """Return the keys or values of all tokens in order, [P + S, kv_heads, head_dim]: the pool's own rows, or
-        gathered."""
+        """Return the keys or values of all tokens in order, [P + S, kv_heads, head_dim]. The result is a view of the
+        pool's rows, or gathered rows."""
         if suffix.start is not None:
             return buffer[suffix.start : suffix.start + len(suffix.slots)]
         words, into = (t.flatten(1).view(torch.int64) for t in (buffer, suffix.gathered[which]))
@@ -139,10 +145,10 @@ class Forward:
         return suffix.gathered[which]
 
     def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor:
-        """Causal mask aligned at the last query and key. On CUDA a marker for the flash kernel, which needs no mask in
-        memory."""
+        """Return a causal mask in which the last query sees the last key. On CUDA it is an object for the flash kernel,
+        which needs no mask in memory."""
         if self._pool.device.type == "cuda":
-            from torch.nn.attention.bias import causal_lower_right  # imported here, because importing it takes seconds
+            from torch.nn.attention.bias import causal_lower_right  # this import takes seconds
 
             return causal_lower_right(num_queries, num_keys)
         return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)

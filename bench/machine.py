@@ -1,7 +1,8 @@
-"""Names the machine, software and commit of a result. Imports torch."""
+"""Returns the names of machine, software and commit for a result. Imports torch."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.metadata
@@ -21,16 +22,13 @@ ROOT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
 RESULTS = Path("bench-results") if ROOT is None else ROOT / "bench" / "results"
 
 _TREES = {"hicache": "hicache", **{name: f"hicache.{name}" for name in ("kernels", "storage", "bench")}}
-_NOT_OF_A_TREE = {
-    "kernels",
-    "storage",
-    "bench",
-    "results",
-}  # have their own trees, although a wheel has them in hicache/
+# In a wheel these folders are in hicache/; they have their own digests, and results have none.
+_NOT_OF_A_TREE = {"kernels", "storage", "bench", "results"}
 
 
 def machine_name(device: torch.device) -> str:
-    """Name of the machine: `nvidia-h200`, or `cpu-8core` with the cores that this process may use."""
+    """Return the name of the machine, like `nvidia-h200`, or `cpu-8core` with the number of cores that this process may
+    use."""
     if device.type == "cuda":
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count()
@@ -55,10 +53,11 @@ def software(device: torch.device) -> dict[str, str]:
 
 
 def commit_of(folder: Path | None) -> str:
-    """Return the commit checked out in `folder`, with "+dirty" when files differ from it; "unknown" without a
-    repository.
+    """Return the commit that is checked out in `folder`, with "+dirty" if files differ from this commit. Returns
+    "unknown" without a repository.
 
-    Files below bench/results do not count: the first benchmark of a series would make the commit of the rest dirty.
+    Files below bench/results do not count, because the first benchmark of a series would make the commit dirty for all
+    later benchmarks.
     """
     if folder is None:
         return "unknown"
@@ -73,17 +72,31 @@ def commit_of(folder: Path | None) -> str:
 
 
 def trees() -> dict[str, str]:
-    """Digests of the source files of hicache, kernels, storage and bench, as they are imported."""
-    return {name: _digest(Path(importlib.import_module(package).__path__[0])) for name, package in _TREES.items()}
+    """Return digests of the source files of hicache, kernels, storage and bench, in the folders from which Python
+    imports them."""
+    return {name: source_digest(Path(importlib.import_module(package).__path__[0])) for name, package in _TREES.items()}
 
 
-def _digest(tree: Path) -> str:
+def source_digest(tree: Path) -> str:
+    """Return a digest of the files below `tree`. Comments and docstrings of Python files do not change it. Releases of
+    Python have different digests of the same files."""
     digest = hashlib.sha256()
     for path in sorted(tree.rglob("*")):
         parts = path.relative_to(tree).parts
         if path.is_file() and parts[0] not in _NOT_OF_A_TREE and "__pycache__" not in parts:
-            digest.update("/".join(parts).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+            content = _statements(path.read_text()) if path.suffix == ".py" else path.read_bytes()
+            digest.update("/".join(parts).encode() + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()[:12]
+
+
+def _statements(source: str) -> bytes:
+    """Return the syntax tree of a Python file without docstrings."""
+    module = ast.parse(source)
+    for node in ast.walk(module):
+        has_docstring = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, has_docstring) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return ast.dump(module).encode()
 
 
 def _output(command: list[str], folder: Path) -> str | None:

@@ -1,11 +1,12 @@
-"""Several machines that share pages, as processes of this machine.
+"""Measures nodes that share pages. Processes of this machine simulate several machines.
 
-    nodes.store.<store>   reads of 2 MiB pages from a shared store by 8 readers; the ceiling is the store's own client:
-                          for S3, obstore in 8 threads on SeaweedFS; for a directory, direct reads of its files in 8
-                          threads
+    nodes.store.<store>   reads of 2 MiB pages from a shared store by 8 readers; the ceiling reads with the store's own
+                          client: for S3, obstore in 8 threads on SeaweedFS; for a directory, direct reads of its files
+                          in 8 threads
     other cases           see `nodes_sharing`
 
-Variants run in turns in one process; returned pages are compared. Stores that are not installed are left out.
+Variants run in turns in one process, and the contents of returned pages are checked. Stores that are not installed are
+left out.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _measure(name: str, args: argparse.Namespace, report: Report) -> None:
 
 @contextmanager
 def _s3(batch: Batch, _: Path | None) -> Iterator[tuple[PageStore, Callable[[int], object]]]:
-    """A store on SeaweedFS, and a function that reads object n with the client."""
+    """Yield a store on SeaweedFS, and a function that reads object n with the client."""
     obstore: Any = importlib.import_module("obstore")
     with ExitStack() as held:
         server = held.enter_context(S3Server())
@@ -105,7 +106,8 @@ def _s3(batch: Batch, _: Path | None) -> Iterator[tuple[PageStore, Callable[[int
 
 @contextmanager
 def _dir(batch: Batch, path: Path | None) -> Iterator[tuple[PageStore, Callable[[int], object]]]:
-    """A store in a new directory, and a function that reads its n-th file directly, into the n-th buffer."""
+    """Yield a store in a new directory, and a function that reads the n-th file of this store directly to the n-th
+    buffer."""
     buffers = batch.buffers
     with tempfile.TemporaryDirectory(dir=path) as folder:
         url = f"dir://{folder}?level=0&concurrency={_NUM_READERS}"

@@ -1,11 +1,13 @@
-"""Nodes as the plug-ins run them, without a server: a disk and a store process each, over a shared store.
+"""Measures nodes over a shared store. As under the plug-ins, each node has a disk and a store process, but there is no
+server.
 
-    nodes.hit.<store>     reads of the other node's pages, over direct calls of that store for the same pages
-    nodes.stopped         a request of a node whose shared store is stopped: look-up and computing, over computing
-                          alone; before and after the breaker has opened
-    nodes.slow            the same with a shared store behind a link of 1 MB/s
-    nodes.single_flight   eight nodes get one cold prompt: seconds of prefill of all nodes, over one prefill
-    nodes.sessions        sessions whose turns move between two nodes at random: cached share, over that of one node
+    nodes.hit.<store>     time of reads of another node's pages, over direct calls of the shared store for these pages
+    nodes.stopped         time of a request (look-up and computing) of a node whose shared store is stopped, over
+                          computing alone, before and after the circuit breaker has opened
+    nodes.slow            as nodes.stopped, but with a shared store behind a link of 1 MB/s
+    nodes.single_flight   total seconds of prefill if eight nodes get the same cold prompt, over those of one prefill
+    nodes.sessions        share of cached tokens if each turn of a session goes to a random one of two nodes, over the
+                          share with one node
 
 Computing is simulated by waiting: no GPU is used.
 """
@@ -48,7 +50,7 @@ _LONG_S = 60.0
 
 
 class Node:
-    """A node with a disk in `folder` and pages of `page_bytes` in shared memory; owned by one thread."""
+    """A node with a disk in `folder` and pages of `page_bytes` in shared memory. Only one thread may use a node."""
 
     def __init__(self, folder: Path, url: str, page_bytes: int, num_pages: int, backup: Copies = "all") -> None:
         remote = SharedStoreConfig(url=url, backup=backup) if url else None
@@ -69,7 +71,7 @@ class Node:
         os.close(self._descriptor)
 
     def look_up(self, keys: Sequence[bytes], answer_s: float = _LONG_S) -> tuple[bool, ...]:
-        """Which pages a store has; as a plug-in asks."""
+        """Return, for each page, whether a store has it. Asks the stores as a plug-in does."""
         job = FindJob(next(self._tickets), (), others=tuple(keys))
         if not self.stores.find(job, answer_s):
             return (False,) * len(keys)
@@ -80,7 +82,7 @@ class Node:
             self.stores.wait(0.01)
 
     def read(self, keys: Sequence[bytes]) -> None:
-        """Read pages, which must be present, to the first rows."""
+        """Read pages to the first rows of the node's memory. The stores must have these pages."""
         ticket, left, start = next(self._tickets), len(keys), 0
         while start < len(keys):
             end = self.stores.end_of_part(keys, start, _JOB_PAGES)
@@ -97,7 +99,7 @@ class Node:
             self.stores.wait(0.01)
 
     def write(self, keys: Sequence[bytes], *, is_costly: bool = False) -> None:
-        """Write the first rows."""
+        """Write the first rows of the node's memory as pages with these keys."""
         left = len(keys)
         job = WriteJob(next(self._tickets), tuple(keys), [*self.memory[: len(keys)]], is_costly=is_costly)
         if not self.stores.tier.writes.submit(job):
@@ -110,7 +112,7 @@ class Node:
 
     def until_copied(self) -> None:
         """Wait until no page waits for its copy to the shared store."""
-        time.sleep(0.3)  # until the store process has noted the last writes
+        time.sleep(0.3)  # so that the store process has recorded the last writes
         while self.stores.tier.status.backup[0]:
             self.stores.tier.poll()
             time.sleep(0.02)
@@ -121,7 +123,7 @@ class Node:
 
 @contextmanager
 def shared_store(name: str, folder: Path) -> Iterator[tuple[str, Server | None]]:
-    """Return the URL of a shared store, and the server of the store."""
+    """Yield the URL of a shared store, and the store's server, or None for a directory."""
     with ExitStack() as held:
         held.enter_context(mock.patch.dict(os.environ, CREDENTIALS))
         if name == "dir":
@@ -135,7 +137,7 @@ def shared_store(name: str, folder: Path) -> Iterator[tuple[str, Server | None]]
 
 
 def is_missing(name: str) -> str:
-    """Packages that a store needs and that are not installed; "" if none."""
+    """Return a text with the packages that a store needs and that are not installed; "" if all are installed."""
     return {"dir": lambda: "", "s3": S3Server.missing, "mooncake": MooncakeServer.missing}[name]()
 
 
@@ -188,7 +190,7 @@ def _first_token(report: Report, name: str, node: Node, compute_s: float, what: 
         begin_s = time.perf_counter()
         node.look_up(node.keys([f"{len(before)} {len(after)} {n}" for n in range(64)]), answer_limit_s(compute_s))
         (after if is_open else before).append(time.perf_counter() - begin_s + compute_s)
-        if len(before) > 5 and not after:  # the store is used, so its breaker has no reason to open
+        if len(before) > 5 and not after:  # the store answers, so its breaker does not open
             time.sleep(0.2)
     for when, seconds, target in (("before", before, 1.25), ("after", after, 1.03)):
         if seconds:
@@ -218,8 +220,8 @@ def slow(args: argparse.Namespace, report: Report) -> None:
 
 
 def single_flight(args: argparse.Namespace, report: Report) -> None:
-    """Run the nodes in steps, like schedulers: each node looks the prompt up, then waits for it, loads it or computes
-    it."""
+    """Measure several nodes that get one prompt. Each node runs in steps, like a scheduler: it looks the prompt up, and
+    then waits for its pages, loads them or computes the prompt."""
     num_nodes, num_tokens, chunk_tokens, tokens_per_s = 8, 100_000, 1000, 10_000
     num_chunks = num_tokens // chunk_tokens
     begin = threading.Barrier(num_nodes)

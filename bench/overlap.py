@@ -1,13 +1,14 @@
 """Measures how much of a load overlaps with the forward pass that needs it, and how much a load slows other work of the
 GPU.
 
-A prefix lies on the host. A forward of the 8B geometry (bench.forward8b) computes S new tokens over it while the
-transfer loads the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
-idle device: each half alone; both with an event per layer; and the control, both with one wait for all layers before
-the forward, which cannot overlap. `without_waits` is a forward over the resident prefix, concurrently with the same
-load but without waiting for it: the cost of sharing the machine. Outside the timing, a prefix is poisoned on the device
-before it is loaded, and every output is compared bit by bit with a forward over a resident prefix. Forwards run on a
-separate stream, as in servers.
+A prefix is on the host. A forward of the 8B geometry (bench.forward8b) computes S new tokens after this prefix, while a
+transfer loads the prefix layer by layer. The variants are timed in turns by the host's clock, from the submission of
+the load until the device is idle. Two variants are the load alone and the forward alone. `together` runs both, and each
+layer of the forward waits for an event of the load. `control` runs both, but the forward waits for all layers first, so
+nothing overlaps. `without_waits` runs a forward over a prefix that is already on the device, concurrently with the same
+load but without waiting, which shows the cost of sharing the machine. Before a load, the prefix on the device is
+overwritten. Every output is compared bitwise with a forward over a prefix on the device. Both happen outside of the
+timed part. Forwards run on a separate stream, as in servers.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 """
@@ -48,7 +49,7 @@ DESCRIPTION = "loads behind a forward of the 8B geometry: time hidden, time adde
 PAGE = 64
 CONTIGUOUS = Layout("page64.contiguous", PAGE, PAGE, False)
 RANDOM = Layout("page64.random", PAGE, PAGE, True)
-# the layout after 9000 requests of a chat service
+# resembles the order of pages after 9000 requests of a chat service
 AGED = Layout("page64.aged", PAGE, PAGE, True, host_run=4, device_run=8)
 SUFFIXES = (64, 256, 1024, 2048, 4096, 8192)
 RANDOM_SUFFIXES = (1024,)
@@ -62,9 +63,9 @@ AGED_TARGET = 0.95
 LONG_COMPUTE = 1.2  # ratio of compute time to load time from which a load should add no time
 
 _POISON = -7.0
-_WARM_TOKENS = 1024  # maximum tokens of the warm-up forward before a variant: 75 ms of an 8B model's work
-_BUSY_CYCLES = 60_000_000  # at least 30 ms of device time: ten times the limit for a submission
-_SHARE_OF_LOAD = 0.9  # duration of concurrent matmuls as a share of the load's, so that they end first
+_WARM_TOKENS = 1024  # maximum tokens of the warm-up forward before a variant, which takes 75 ms for an 8B model
+_BUSY_CYCLES = 60_000_000  # at least 30 ms of device time, which is ten times the limit for a submission
+_SHARE_OF_LOAD = 0.9  # duration of concurrent matmuls as a share of the load's duration, so that matmuls end first
 
 
 Sync = Callable[[], object]
@@ -72,7 +73,7 @@ Sync = Callable[[], object]
 
 @dataclass(frozen=True)
 class Step:
-    """A variant, with functions that run before and after it outside the timing."""
+    """A variant to time, and functions that run before and after it without being timed."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -83,7 +84,7 @@ class Step:
 
 
 def step_timer(sync: Sync | None) -> Timer:
-    """Make a timer of a `Step`'s run by the host's clock, between two calls of `sync`."""
+    """Return a timer that measures the run of a `Step` by the host's clock, with a call of `sync` before and after."""
     clock = wall_timer(sync)
 
     def measure(run: Callable[[], object]) -> float:
@@ -97,10 +98,10 @@ def step_timer(sync: Sync | None) -> Timer:
 
 
 class Stage:
-    """A prefix on the host, its slots on the device, and a forward over them.
+    """A prefix on the host, the slots for this prefix on the device, and a forward over these slots.
 
-    Owns the pools and the backend of a `TransferSetup`. `output`: result of the last forward; `new_slots`: slots that
-    the prefix does not use. Used by one thread.
+    Owns the pools and the backend of a `TransferSetup`. `output`: result of the last forward. `new_slots`: slots that
+    the prefix does not use. Only one thread may use a stage.
     """
 
     def __init__(
@@ -133,16 +134,16 @@ class Stage:
         self.output = self.forward(suffix)
 
     def together(self, suffix: Suffix) -> None:
-        """Run load and forward concurrently; each layer of the forward waits for the same layer of the load."""
+        """Run load and forward concurrently. Each layer of the forward waits until this layer is loaded."""
         self._behind_load(suffix, wait_all=False)
 
     def control(self, suffix: Suffix) -> None:
-        """Run load and forward without layer events: the forward begins when the last layer has arrived."""
+        """Run the load and then the forward, which begins only when the last layer is loaded."""
         self._behind_load(suffix, wait_all=True)
 
     def without_waits(self, suffix: Suffix) -> None:
-        """Run a forward over the resident prefix without waiting for layers, while a load writes the same bytes
-        again."""
+        """Run a forward over the prefix on the device without waiting for layers, while a load writes the bytes of this
+        prefix again."""
         _, op = self.submit()
         self.resident(suffix)
         op.wait()
@@ -160,10 +161,10 @@ class Stage:
                 buffer.index_fill_(0, self.setup.slots, _POISON)
 
     def steps(self, suffix: Suffix) -> dict[str, Step]:
-        """Return the variants of one suffix. Each forward is compared with a forward over the present prefix on the
-        device.
+        """Return the variants for one suffix. The output of each forward is compared with a forward over a prefix that
+        was already on the device.
 
-        Before each variant a forward runs untimed, because a device that was idle before would have higher clocks.
+        Before each variant an untimed forward runs, because an idle device would begin with higher clocks.
         """
         before = suffix if len(suffix.x) <= _WARM_TOKENS else self.forward.suffix(_WARM_TOKENS)
         self.resident(suffix)
@@ -201,7 +202,7 @@ class Stage:
             counter.set_consumer(-1)
         self.output = self.forward(suffix)
         counter.set_consumer(-1)
-        op.wait()  # the forward pass waited for the last layer; only the end of the operation remains
+        op.wait()  # all layers are loaded by now; this waits for the end of the operation
         if op.error is not None:
             raise op.error
 
@@ -229,8 +230,8 @@ ORDERS = (Order(CONTIGUOUS), Order(RANDOM, ending=".random"), Order(AGED, "overl
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one suffix: medians of the load alone and of the forward alone, and every run of both at once and of
-    the control."""
+    """Seconds for one suffix. `load`, `compute`: medians of the load alone and the forward alone. Other fields have the
+    seconds of every run of a variant."""
 
     num_tokens: int
     load: float
@@ -244,8 +245,8 @@ class Overlap:
         return percentile(self.together, 50)
 
     def hidden(self, runs: Sequence[float]) -> list[float]:
-        """Return for each run the share of the shorter half (load or forward) that was hidden: 1 all of it, 0 none. A
-        negative share means that the run took longer than both halves in sequence."""
+        """Return, for each run, the share of the shorter half (load or forward) that was hidden behind the other half.
+        It is negative if the run took longer than both halves in sequence."""
         return [(self.load + self.compute - run) / min(self.load, self.compute) for run in runs]
 
     def report(self, report: Report, order: Order, *, target: bool) -> None:
@@ -286,7 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    """Run with the full geometry on CUDA, and elsewhere with a tiny one, which only tests the benchmark."""
+    """Run with the full geometry on CUDA. On other devices use a tiny geometry, which only tests the benchmark."""
     device: torch.device = args.device
     on_cuda = device.type == "cuda"
     samples = args.samples or (20 if on_cuda else 3)
@@ -297,12 +298,12 @@ def run(args: argparse.Namespace, report: Report) -> None:
     if suffixes[0] < 1 or suffixes[-1] > prefix_tokens // 4 // PAGE * PAGE:
         raise BenchUnavailable(f"--suffixes {suffixes}: give 1 to {prefix_tokens // 4 // PAGE * PAGE}")
     if args.orders and not args.resume:
-        # A part does not replace the results of all.
+        # The results of some orders must not replace the results of all orders.
         report.bench = "-".join([NAME, *(name.rpartition(".")[2] for name in args.orders)])
     shape, orders = FULL if on_cuda else TINY, [o for o in ORDERS if o.layout.name in (args.orders or o.layout.name)]
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         for order in orders:
-            # Scattered pages are measured with fewer lengths.
+            # Random orders are measured with fewer suffixes.
             lengths = [s for s in suffixes if s in RANDOM_SUFFIXES] or suffixes[:1]
             with closing(Stage(shape, order.layout, prefix_tokens, device)) as stage:
                 _stage(report, stage, samples, order, lengths if order.layout.scattered else suffixes)
@@ -335,7 +336,8 @@ def _overlap(report: Report, stage: Stage, samples: int, order: Order, lengths: 
 
 
 def _submit(report: Report, stage: Stage, samples: int, order: Order) -> None:
-    """Time `backend.load` on the host with a busy device: for the rig's backend, and for one with default staging."""
+    """Measure the host time of `backend.load` while the device is busy, for the stage's backend and for a backend with
+    default staging."""
     setup, name = stage.setup, order.submit(stage.setup.tokens)
     _time_submit(report, stage, setup.backend, setup.counter, samples, name, strict=stage.device.type == "cuda")
     if order.layout.scattered:
@@ -361,9 +363,10 @@ def _time_submit(
     *,
     strict: bool,
 ) -> None:
-    """Time submissions, and the host time until all layers are queued, part of which overlaps the forward's launch.
+    """Measure the time of submissions, and the host time until all layers are queued. A part of the latter time
+    overlaps with launching the forward.
 
-    `strict`: there is a target, and a submission that waited for the device is an AssertionError.
+    `strict`: the case has a target, and a submission that waits for the device raises AssertionError.
     """
     setup, on_cuda = stage.setup, stage.device.type == "cuda"
     submitted: list[float] = []

@@ -1,4 +1,4 @@
-"""The gain of packed pages on the link and in host memory.
+"""Measures what packed pages gain on the link and in host memory.
 
     load.*, store, both   raw bytes per second through the transfer backend, over a plain copy
     load.1, load.8        loads of an eighth of the tokens: one alone, eight concurrently;
@@ -9,9 +9,9 @@
     disk.processor        processor time of a GiB from disk to first tokens, over zstd's (bench.packed_engine)
     ttft.*                time to the first token of a prompt on the host, over the same without packing
 
-8B geometry, pages of 64 tokens, 4 bits a code, and 3 in `load.3bit`. Keys and values have the exponents of a real model
-(bench.packed_sample). Sides of a case are measured in one process, in turns; bytes are compared outside the timing. On
-a CPU sizes are tiny, and there are no targets.
+Uses the geometry of an 8B model, pages of 64 tokens, and 4 bits for each code, or 3 bits in `load.3bit`. Keys and
+values have the exponents of a real model (bench.packed_sample). The variants of a case are measured in one process, in
+turns. The timed part does not include comparisons of bytes. On a CPU sizes are tiny, and there are no targets.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def _copies(device: torch.device, num_bytes: int) -> dict[str, RawCopy]:
-    """Plain copies by direction: of pinned memory on CUDA, of ordinary memory elsewhere."""
+    """Return plain copies by direction. They use pinned memory on CUDA and ordinary memory on other devices."""
     found = raw_copies(device, num_bytes)
     return found if device.type == "cuda" else dict.fromkeys(("up", "down", "both"), found["memcpy"])
 
@@ -98,7 +98,7 @@ def _timed(variants: Mapping[str, Run], device: torch.device, samples: int) -> S
 def _report(
     report: Report, case: str, setup: TransferSetup, seconds: Seconds, names: Sequence[str], copy: RawCopy
 ) -> None:
-    """Report a case. `names`: of the packed variant, the variant without packing, and the plain copy."""
+    """Report a case. `names`: names of the packed variant, of the variant without packing, and of the plain copy."""
     packed, raw, plain = names
     unpacked = percentile(gb_per_s(setup.num_bytes, seconds[raw]), 50)
     note = f"raw bytes a second; without packing {unpacked:.1f} GB/s; the ceiling is a plain copy of raw bytes"
@@ -164,8 +164,8 @@ def _concurrent(report: Report, raw: TransferSetup, packed: TransferSetup, sampl
 
 
 def _unfit(report: Report, packed: TransferSetup, samples: int) -> None:
-    """Measure loads and stores of half of the tokens, none of whose pages fits its packed size: each page is unpacked
-    in two host pages."""
+    """Measure loads and stores of half of the tokens, with values that do not fit the size of a packed page. So each
+    page is stored without packing in two host pages."""
     half, device, on_cuda = len(packed.pages) // 2, packed.pool.device, packed.pool.device.type == "cuda"
     pages, rest, slots = packed.pages[:half], packed.pages[half : 2 * half], packed.chosen[: half * PAGE]
     copies, num_bytes = _copies(device, _copy_bytes(device)), half * packed.pool.layout.page_bytes(PAGE)
@@ -224,7 +224,7 @@ def _repeat(run: Run, count: int) -> None:
 
 
 def _loads(setup: TransferSetup, count: int) -> None:
-    """Submit loads when producers are free, as an engine does, and wait for all."""
+    """Submit `count` loads, each when a producer is free, as an engine does. Then wait for all of them."""
     pages, slots = setup.pages.chunk(CONCURRENT), setup.chosen.chunk(CONCURRENT)
     ops: list[TransferOp] = []
     for part in range(count):
@@ -238,8 +238,8 @@ def _loads(setup: TransferSetup, count: int) -> None:
 
 
 def _capacity(report: Report, pool: KVCache, page_bytes: int, sample: KvSample) -> None:
-    """Report the tokens that a host tier of one size holds; a page that does not fit its packed size takes two host
-    pages."""
+    """Report how many tokens fit in a host tier of one size. A page that does not fit the size of a packed page takes
+    two host pages."""
     packed, raw = (
         HostPagePool(pool.layout, PAGE, _CAPACITY_BYTES, pin=False, page_bytes=size) for size in (page_bytes, None)
     )

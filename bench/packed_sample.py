@@ -1,10 +1,10 @@
-"""Keys and values for the bench of packed pages, tiled to the geometry that it measures.
+"""Keys and values for the benchmark of packed pages, repeated to fill the geometry that the benchmark measures.
 
-The exponents of a page determine how well it packs. Distances of exponents to the largest of their channel were
-measured on keys and values of SmolLM2-135M-Instruct over the text of this repository's docs, in bfloat16 as servers
-compute them. The sample draws exponents from these distances; all other bits are random. A row of the measured geometry
-concatenates heads of the sample, from several layers. The 64 tokens of a tile are consecutive in the sample, and no
-page has the same tokens of a head twice.
+How well a page packs depends only on the exponents of its values. The distances of exponents to the largest exponent of
+their channel were measured on keys and values of SmolLM2-135M-Instruct for the text of this repository's docs, in
+bfloat16 as in servers. The sample draws exponents from the distribution of these distances; all other bits are random.
+A row of the measured geometry concatenates heads of the sample, from several layers. The 64 tokens of a tile are
+consecutive in the sample, and no page contains the same tokens of one head twice.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat
 TILE_TOKENS, TILE_CHANNELS = 64, 128
 FORMATS = {"3": THREE_BITS, "4": FOUR_BITS}
 _LAYERS, _HEADS, _HEAD_DIM = 30, 3, 64  # geometry of SmolLM2-135M
-# For keys, then values: the shares of elements whose exponent is 0, 1, 2, … below the largest of their channel within
-# 64 tokens; the last entry is for 15 and more. Keys in the last entry are zeros, because rotary positions in bfloat16
-# add two products that cancel.
+# First for keys, then for values: the shares of elements whose exponent is 0, 1, 2, … below the largest exponent of
+# their channel within 64 tokens. The last entry is for a distance of 15 or more. Keys in the last entry are zeros,
+# because rotary positions in bfloat16 add two products that cancel.
 DISTANCES = (
     (0.152, 0.348, 0.238, 0.129, 6.63e-2, 3.38e-2, 1.7e-2, 8.52e-3, 4.26e-3, 2e-3, 8.86e-4, 3.41e-4, 1.29e-4, 5.12e-5,
      1.9e-5, 4.12e-4),
@@ -42,7 +42,7 @@ class KvSample:
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens after which the rows repeat."""
+        """The number of tokens after which rows repeat."""
         return self.heads.shape[2] * TILE_TOKENS
 
     def to(self, device: torch.device) -> KvSample:
@@ -58,12 +58,13 @@ class KvSample:
         return torch.cat(found, 1)[:, :channels]
 
     def fill(self, pool: KVCache, slots: torch.Tensor) -> None:
-        """Write the rows of all layers to `slots`, int64 on the pool's device, slots of consecutive tokens."""
+        """Write the rows of all layers to `slots`, the slots of consecutive tokens, int64 on the pool's device."""
         for buffer, rows, at in self._of(pool, len(slots)):
             buffer[slots] = rows[at].view(-1, *buffer.shape[1:])
 
     def escapes(self, format: PackFormat, num_layers: int, channels: int) -> tuple[list[float], float]:
-        """Return the mean share of keys and of values that escape, then the share of pages that do not fit."""
+        """Return the mean shares of escapes among keys and among values, and the share of pages that do not fit the
+        size of a packed page."""
         limit = (1 << format.bits) - 1
         means, misfits = list[float](), torch.zeros(self.num_rows // TILE_TOKENS)
         for which in range(2):
@@ -79,7 +80,8 @@ class KvSample:
         return means, float((misfits > 0).float().mean())
 
     def _of(self, pool: KVCache, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each buffer of a pool of keys and values: the buffer, its rows, and the row index of each token."""
+        """Yield, for each buffer of a pool of keys and values, the buffer, the rows of the sample for it, and the index
+        of the row for each token."""
         at = torch.arange(num_tokens, device=pool.device) % self.num_rows
         for index, layer in enumerate(pool.layout.layers):
             for which, buffer in enumerate(pool.layer_buffers(layer)):

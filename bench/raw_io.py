@@ -1,4 +1,5 @@
-"""Reads of files by O_DIRECT, which are the ceiling of the disk tier, and helpers that its benchmarks share."""
+"""Reads files by O_DIRECT, which is the ceiling of the disk tier. Also has helpers that the benchmarks of the disk tier
+share."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from hicache.storage.memory import aligned_buffer
 
 @contextmanager
 def raw_file(path: Path) -> Iterator[Callable[[int, PageBuffer], None]]:
-    """Open a file for reads at an offset into a buffer, by O_DIRECT if the file system supports it."""
+    """Open a file, by O_DIRECT if its file system supports that. Yields a function that fills a buffer from an offset
+    of the file."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:  # the file system is in memory
+    except OSError:  # a file system in memory has no O_DIRECT
         file = os.open(path, os.O_RDONLY)
 
     def read(offset: int, into: PageBuffer) -> None:
@@ -33,12 +35,12 @@ def raw_file(path: Path) -> Iterator[Callable[[int, PageBuffer], None]]:
 
 
 def host_pages(count: int, page_bytes: int) -> list[PageBuffer]:
-    """Allocate pages in huge memory pages, like the engine's host pool."""
+    """Allocate pages in huge memory pages, as the engine's host pool does."""
     return [np.frombuffer(aligned_buffer(page_bytes), dtype=np.uint8, count=page_bytes) for _ in range(count)]
 
 
 def drop_caches(path: Path) -> None:
-    """Drop the kernel's cached pages of a file that no process has mapped, or of all files in a folder."""
+    """Drop a file, or all files of a folder, from the kernel's page cache. No process may have mapped the files."""
     for file in path.iterdir() if path.is_dir() else [path]:
         descriptor = os.open(file, os.O_RDONLY)
         try:

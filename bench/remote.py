@@ -1,10 +1,11 @@
-"""Remote stores on loopback: put and get of the store, compared with direct calls of its client with the same buffers.
+"""Measures put and get of remote stores on loopback, compared with direct calls of the store's client with the same
+buffers.
 
     <store>.put, <store>.get   random pages; the ceiling is the client alone: a batch of Mooncake's library; for S3,
                                obstore in 16 threads
 
-Variants run in turns in one process; returned pages are compared. The benchmark starts and stops the servers. Stores
-that are not installed are left out.
+Variants run in turns in one process, and the contents of returned pages are checked. The benchmark starts and stops the
+servers. Stores that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Random pages to put, and buffers to get them into, each contiguous uint8 `[num_pages * page_bytes]`."""
+    """Random pages to put, and buffers for `get`. Both are contiguous uint8 `[num_pages * page_bytes]`."""
 
     source: PageBuffer
     target: PageBuffer
@@ -78,7 +79,7 @@ class Batch:
         return open_store(url, identity={"model": "bench"}, formats=[PageFormat(self.page_bytes)])
 
     def calls(self, store: PageStore) -> dict[str, Callable[[], None]]:
-        """`put`, `get` and `delete` of all pages in one call each."""
+        """Return functions that put, get and delete all pages, each with one call of the store."""
         buffers, keys = self.buffers, [b"page %d" % n for n in range(len(self.pages))]
         items = list(zip(keys, self.pages, strict=True))
         return {
@@ -101,7 +102,8 @@ def _measure(
     client: Mapping[str, Callable[[], object]],
     samples: int,
 ) -> None:
-    """Measure put, get and delete, each by the client and then by the store. `client`: the client's calls by verb."""
+    """Measure put, get and delete, each by the client and then by the store. `client`: the client's functions, by the
+    names "put", "get" and "delete"."""
     calls = batch.calls(store)
     variants = {f"{who}.{verb}": of[verb] for verb in calls for who, of in (("client", client), ("store", calls))}
     seconds = interleave(variants, samples=samples)
@@ -123,7 +125,7 @@ def _measure(
 
 
 def _mooncake(report: Report, batch: Batch, samples: int) -> None:
-    """Measure store and library, each with its own client, with the batch's memory registered."""
+    """Measure the store and the library, each with a separate client for which the batch's memory is registered."""
     names, sizes = [f"own {n}" for n in range(len(batch.pages))], [batch.page_bytes] * len(batch.pages)
     sources, targets = ([page.ctypes.data for page in pages] for pages in (batch.pages, batch.buffers))
     with (

@@ -1,7 +1,8 @@
-"""Servers of the remote stores on this machine, for the benchmarks and tests of the stores.
+"""Servers on this machine for remote stores, used by benchmarks and tests of these stores.
 
-The constructor returns when the server answers. `kill`, `freeze`, `thaw` and `start` act on the process that holds the
-pages, `read` and `write` on a value by name. `close`, which the end of a `with` block calls, ends all processes.
+The constructor of a server returns when the server answers. `kill`, `freeze`, `thaw` and `start` apply to the process
+that stores the pages. `read` and `write` apply to one value, given its name. `close` ends all processes, and the end of
+a `with` block calls it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Process = subprocess.Popen[bytes]
 
 
 class Server(ABC):
-    """A server of pages. `process` holds the pages; `url` is the URL of a store on this server."""
+    """A server of pages. `process`: the process that stores the pages. `url`: URL of a store on this server."""
 
     process: Process | None = None
     url: str
@@ -43,7 +44,7 @@ class Server(ABC):
     @staticmethod
     @abstractmethod
     def missing() -> str:
-        """Packages that must be installed first; "" if none."""
+        """Return a text with packages that must be installed first; "" if all are installed."""
 
     @abstractmethod
     def start(self) -> None:
@@ -77,7 +78,8 @@ class Server(ABC):
 
 
 def freeze(process: Process | None) -> None:
-    """Stop a process and wait until it has stopped: on a busy machine its threads run for a while after the signal."""
+    """Stop a process by a signal, and wait until it has stopped. On a busy machine, its threads run for a while after
+    the signal."""
     if process is not None and process.poll() is None:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -112,8 +114,8 @@ def started(
 
 
 class S3Server(Server):
-    """SeaweedFS with its S3 gateway, in one process, with its files in a folder of its own; after a start it has an
-    empty bucket. It accepts any credentials, and requests without them."""
+    """SeaweedFS with its S3 gateway in one process, with files in a separate folder. After each start it has an empty
+    bucket. It accepts any credentials, and also requests without credentials."""
 
     _COMMAND = shutil.which("weed", path=str(Path(sys.executable).parent)) or "weed"
 
@@ -134,10 +136,11 @@ class S3Server(Server):
         folder = tempfile.mkdtemp(dir=self._folder.name)
         ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
         ports += [f"-{name}.port.grpc={free_port()}" for name in self._ports]
+        ports += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # off, because their default ports are fixed
         sizes = ("-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3.autoCreateBucket=false")
         hosts = ("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false")
         command = [self._COMMAND, "server", f"-dir={folder}", "-filer", "-s3", *hosts, *sizes, *ports]
-        # With credentials in its environment it would refuse requests without them.
+        # With credentials in its environment, SeaweedFS would refuse requests without credentials.
         variables = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         self.process = started(command, lambda _: self._makes_bucket(), cwd=folder, env=variables)
 
@@ -158,7 +161,7 @@ class S3Server(Server):
 
     def _makes_bucket(self) -> bool:
         with contextlib.suppress(OSError):
-            with contextlib.suppress(urllib.error.HTTPError):  # an earlier call has made it
+            with contextlib.suppress(urllib.error.HTTPError):  # the bucket exists already
                 self._request("PUT", f"/{BUCKET}", wait_s=2.0)
             self._request("PUT", f"/{BUCKET}/first", b"x", wait_s=2.0)  # fails until a volume accepts writes
             return True
@@ -173,8 +176,8 @@ class S3Server(Server):
 
 
 class MooncakeServer(Server):
-    """Mooncake's `master`, and `process`, which lends `segment_bytes` of memory. After another `start`, `process` is
-    the new process, and both lend memory."""
+    """Mooncake's `master`, and `process`, which lends `segment_bytes` of memory. Each further `start` replaces
+    `process` by a new process; the old process also lends memory until it is killed."""
 
     _COMMAND = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
     _OWNER = """
@@ -220,7 +223,7 @@ sys.stdin.read()
         self._owners.append(self.process)
 
     def library(self) -> Any:
-        """Connect a client of the library."""
+        """Return a new, connected client of Mooncake's library."""
         client = load_mooncake().MooncakeDistributedStore()
         assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.address) == 0
         return client

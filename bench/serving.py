@@ -1,4 +1,4 @@
-"""Serving a model of 8B geometry by the reference scheduler and runner.
+"""Measures the reference scheduler and runner, which serve a model of 8B geometry.
 
     decode        one decode step of requests with one context length; the ceiling reads weights and KV once, at the
                   bandwidth of a copy within device memory. `compiled`: with torch.compile
@@ -9,7 +9,7 @@
                   host and over other copies to it (`serving_sessions.py`)
     stream        running answers during a prompt of 128k tokens: the gaps between their tokens (`serving_streams.py`)
 
-Both sides of a case are measured in one process, in turns. On a CPU the model is tiny, and there are no targets.
+A case and its ceiling are measured in one process, in turns. On a CPU the model is tiny, and there are no targets.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         "host": lambda: _first_token_from_host(report, served, sizes),
         "sessions-host": lambda: measure_sessions_host(report, served),
         "stream": lambda: measure_streams(report, served),
-        # Last, so that side effects of torch.compile in the process affect no other case.
+        # This part is last, because torch.compile has side effects in the process that could affect other cases.
         "compiled": lambda: _decode(report, served, sizes, compiled=True),
     }
     here = PARTS if args.device.type == "cuda" else PARTS[:-1]  # torch.compile is used only for captured passes
@@ -93,7 +93,8 @@ def _target(served: ServedModel, value: float) -> float | None:
 
 
 def _decode(report: Report, served: ServedModel, sizes: Sizes, *, compiled: bool) -> None:
-    """Time decode steps by the host's clock: `runner.forward` and the choice of tokens, until the host has them."""
+    """Measure decode steps by the host's clock. A step is `runner.forward` and the choice of tokens, until the host has
+    the tokens."""
     device = served.model.device
     bandwidth = _memory_bandwidth(device)
     ending, target = (".compiled", COMPILED_TARGET) if compiled else ("", DECODE_TARGET)
@@ -125,7 +126,7 @@ def _decode_steps(engine: Served, batch: int, sizes: Sizes) -> list[float]:
             engine.engine.extend(lease, 1)
         chunks = [Chunk(x, t, x.length - 1, x.length) for x, t in zip(leases, sequences, strict=True)]
         engine.runner.forward(chunks).argmax(-1).tolist()
-        if step >= 3:  # the first steps capture the graph
+        if step >= 3:  # earlier steps capture the graph
             seconds.append(time.perf_counter() - start_s)
     for lease in leases:
         engine.engine.release(lease)
@@ -185,7 +186,7 @@ def _host_case(report: Report, engine: Served, length: int) -> None:
     counter = iter(range(1 << 20))
 
     def ask(kind: str) -> float:
-        """Return the seconds to the first token of a prompt of the prefix and new random tokens."""
+        """Return the seconds to the first token of a prompt that consists of the prefix and new random tokens."""
         number = next(counter)
         (new,) = prompts(1, NEW_TOKENS, engine.served.vocab, seed=number)
         seconds, output = engine.first_token_s(f"{kind} {number}", np.concatenate([prefix, new]))

@@ -1,6 +1,6 @@
-"""Helpers of the serving benchmark: a random model of 8B geometry, engines for it, and timed requests.
+"""Helpers of the benchmark `serving`: a random model of 8B geometry, engines for this model, and timed requests.
 
-A helper of the serving bench. May import torch, transformers and hicache.
+May import torch, transformers and hicache.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ServedModel:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the weights that a pass reads completely: all except the embedding, where it reads a row per
-        token."""
+        """The bytes of the weights that a pass reads completely. The embedding does not count, because a pass reads
+        only one row of it for each token."""
         weights = sum(weight.nbytes for weight in self.model.parameters())
         return int(weights - self.model.get_input_embeddings().weight.nbytes)
 
@@ -108,7 +108,7 @@ class Served:
         return elapsed, outputs[0]
 
     def clear_device(self) -> None:
-        """Evict everything from the device tier, by a request that takes all slots and releases them unused."""
+        """Evict all pages from the device tier. To do so, a request takes all slots and releases them unused."""
         self.engine.flush()
         page = self.engine.page_size
         free = self.engine.pool.size // page * page
@@ -125,7 +125,7 @@ def serving(
     store: PageStore | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
-    """Build an engine with `settings` for the model, and its runner. `store`: used as the disk."""
+    """Build an engine with `settings` for the model, and a runner. `store`: page store to use as the disk tier."""
     defaults: dict[str, Any] = {
         "page_size": 16,
         "host_bytes": 0,

@@ -1,9 +1,11 @@
-"""Sessions of coding agents by the reference scheduler, with more sessions than device and host hold.
+"""Measures sessions of coding agents under the reference scheduler. The sessions need more KV than device and host can
+store.
 
-32 clients send the turns of `sessions.py: Traffic`. The working set is 4 times the device, and the host, under
-`exclusive`, as large as the device. The cases of `sessions.host` compare makespan and p99 of the time to first token
-with `write_through`, and the makespan with a run without a host. Another case is p99 of the time that a call was
-blocked by a copy of evicted pages. Every run has a new engine. A helper of the benchmarks `serving` and `both`.
+32 clients send the turns of `sessions.py: Traffic`. The working set is 4 times as large as the device tier, and the
+host tier is as large as the device tier. The cases `sessions.host` measure the write policy `exclusive`. They compare
+its makespan and its p99 of the time to first token with `write_through`, and its makespan with a run without a host.
+Another case is the p99 of the time for which copies of evicted pages blocked a call. Every run has a new engine. The
+benchmarks `serving` and `both` use this module.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ _EXPOSED_BOUND_S = 5e-3
 
 @dataclass(frozen=True)
 class SessionSizes:
-    """Sizes of a run. `device_tokens`, `host_tokens`: sizes of the tiers; the host has the bytes of `host_tokens`
-    device tokens. `answer`: tokens of an answer. `clients`: numbers of clients, a run for each. `num_warm_up`: turns at
-    the start that fill the tiers and do not count."""
+    """Sizes of a run. `device_tokens`, `host_tokens`: sizes of the tiers; the host has the bytes that `host_tokens`
+    tokens take on the device. `answer`: tokens of an answer. `clients`: numbers of clients, with a run for each number.
+    `num_warm_up`: number of turns at the start that fill the tiers and do not count."""
 
     scale: Scale
     device_tokens: int
@@ -68,7 +70,7 @@ TINY_HOST = SessionSizes(TINY_TRAFFIC.scale, 1344, 1344, 256, 4, (12,), 30)
 
 @dataclass(frozen=True)
 class SessionRun:
-    """The outcome of the turns that count: makespan, outputs and metrics."""
+    """The outcome of a run, without the warm-up turns: makespan, outputs and metrics."""
 
     makespan_s: float
     outputs: Sequence[RequestOutput]
@@ -93,7 +95,7 @@ class SessionRun:
 
 
 def measure_sessions_host(report: Report, served: ServedModel) -> None:
-    """Measure the case of a small host."""
+    """Measure the cases `sessions.host`."""
     on_cuda = served.model.device.type == "cuda"
     sizes, workload = (REAL_HOST, traffic_of(TRAFFIC)) if on_cuda else (TINY_HOST, traffic_of(TINY_TRAFFIC))
     about = f"a working set of {workload.working_set / sizes.device_tokens:.2f} times the device"
@@ -101,7 +103,7 @@ def measure_sessions_host(report: Report, served: ServedModel) -> None:
 
 
 class _SessionsBench:
-    """Runs with one list of turns."""
+    """Runs that all serve the same list of turns."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class _SessionsBench:
         self._about = f"{describe_turns(turns, sizes.scale.block_tokens)}; {about}"
 
     def host(self) -> None:
-        """Measure the case of a host as large as the device, without a disk."""
+        """Measure runs with a host as large as the device, and without a disk."""
         (clients,) = self._sizes.clients
         none = self.run(clients, host_bytes=0)
         copies = self.run(clients, write_policy="write_through")
@@ -166,8 +168,8 @@ class _SessionsBench:
 
 
 def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes, clients: int) -> SessionRun:
-    """Serve all turns in a closed loop of `clients`, each with one request at a time; returns the outcome of the turns
-    after the warm-up."""
+    """Serve all turns in a closed loop. There are `clients` clients, each with one open request at a time. Returns the
+    outcome of the turns after the warm-up."""
     prompts, left = Prompts(sizes.scale.block_tokens, 0), TurnQueue(turns)
     outputs: list[RequestOutput] = []
     start_s, num_warm_up = time.perf_counter(), sizes.num_warm_up
@@ -199,7 +201,8 @@ def replayed_hits(turns: Sequence[Turn], sizes: SessionSizes, host_tokens: int) 
 
 
 def _p99_of(observed: HistogramValue) -> float:
-    """Upper bound of the bucket with the 99th percentile of the observations; 0 for the lowest bucket."""
+    """Return the upper bound of the bucket that contains the 99th percentile of the observations; 0 if it is the lowest
+    bucket."""
     num_below = itertools.accumulate(observed.counts)
     at = next(at for at, num in enumerate(num_below) if num >= 0.99 * observed.count)
     return (0.0, *observed.bounds[1:], math.inf)[at]

@@ -1,10 +1,12 @@
-"""Running answers when a long prompt arrives: the gaps between their tokens, and the cost for the prompt of a bound.
+"""Measures the gaps between tokens of running answers (streams) when a long prompt arrives, and how much a bound on the
+time of passes delays this prompt.
 
     stream.gap      the longest time between two tokens of a stream, over `max_pass_s`
     stream.gap.p99  p99 of all such times, over `max_pass_s`
     stream.prompt   time to first token of the prompt, over that with chunks of one size
 
-One engine serves both runs in sequence, each with an empty device tier. A helper of the serving bench.
+One engine serves both runs, one after the other, each with an empty device tier. The benchmark `serving` uses this
+module.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ _BEFORE = 16  # tokens of each stream before the prompt arrives
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """Sizes in tokens, except `streams`. `question`, `answer`: of a stream; an answer outlasts the prompt. `context`:
-    the prompt plus `prompt_answer`. `max_pass_s`: the bound of the run with a bound."""
+    """Sizes in tokens, except `streams`. `question`, `answer`: tokens of a stream's prompt and of its answer, which
+    takes longer than the long prompt. `context`: tokens of the long prompt and of its answer, `prompt_answer`.
+    `max_pass_s`: maximum seconds of a pass, in the run with a bound."""
 
     streams: int
     question: int
@@ -41,14 +44,14 @@ class StreamSizes:
         return self.context + self.streams * (self.question + self.answer) + self.chunk
 
 
-REAL = StreamSizes(8, 512, 1024, 131_072, 16, 8192, 0.5)  # the bound is the default of `hicache serve`
+REAL = StreamSizes(8, 512, 1024, 131_072, 16, 8192, 0.5)  # `max_pass_s` is the default of `hicache serve`
 TINY = StreamSizes(4, 32, 1024, 8192, 16, 1024, 0.1)
 
 
 @dataclass(frozen=True)
 class StreamRun:
-    """`gaps_s`: times between two tokens of a stream, for all streams, while the prompt was computed. `first_s`: time
-    to the prompt's first token."""
+    """`gaps_s`: seconds between two tokens of a stream while the prompt was computed, for all streams. `first_s`:
+    seconds to the prompt's first token."""
 
     gaps_s: Sequence[float]
     first_s: float
@@ -77,8 +80,8 @@ def measure_streams(report: Report, served: ServedModel) -> None:
 
 
 def serve_beside_streams(scheduler: Scheduler, sizes: StreamSizes, vocab: int) -> StreamRun:
-    """Serve streams, and a prompt that arrives while they decode, until its first token. Raises AssertionError if a
-    request ends before that."""
+    """Serve streams, and a prompt that arrives while the streams decode, until the prompt has its first token. Raises
+    AssertionError if a request ends before that."""
     times: list[list[float]] = [[] for _ in range(sizes.streams + 1)]
     *streams, prompt = times
 
@@ -107,7 +110,7 @@ def serve_beside_streams(scheduler: Scheduler, sizes: StreamSizes, vocab: int) -
 def add_stream_cases(
     report: Report, sizes: StreamSizes, bounded: StreamRun, unbounded: StreamRun, *, has_targets: bool
 ) -> None:
-    """Add the cases: a run with the bound, compared with the bound and with a run without it."""
+    """Add the cases, which compare a run with a bound with the bound itself, and with a run without a bound."""
     note = f"{sizes.streams} streams, a prompt of {sizes.context - sizes.prompt_answer} tokens; {bounded}; "
     note += f"with chunks of {sizes.chunk} always {unbounded}"
     target = _GAP_TARGET if has_targets else None

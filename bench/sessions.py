@@ -1,8 +1,9 @@
-"""Sessions of coding agents as a workload: generated to resemble a trace, or as traffic of a given size.
+"""Workloads of sessions of coding agents. They are generated to resemble a trace, or as traffic of a given size.
 
-A turn of a session extends its previous prompt; all sessions begin with one of a few system prompts. A prompt is a list
-of block ids, each standing for a few tokens, so its length can be scaled: a trace with 64 tokens a block gives prompts
-of an eighth of the length with 8 tokens a block. The id of a block determines its tokens.
+Each turn of a session extends the previous prompt of this session. All sessions begin with one of a few system prompts.
+A prompt is a list of block ids, and each id stands for a few tokens, so the length of prompts can be scaled. For
+example, if 64 tokens of a trace become 8 tokens, prompts have an eighth of their length. The id of a block determines
+the block's tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _MEAN_TURNS = 20
 _HEADS = 2
 _PAUSE_TAIL, _TURNS_TAIL = 1.2, 1.5
 _SYSTEM_PROMPTS = 4
-_AHEAD = 64  # number of next turns in which a client looks for a session without an open request
+_AHEAD = 64  # number of next turns among which a client searches for a session without an open request
 _TOKENS = range(10, 250)  # token ids that every vocabulary has
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: its session, and the block ids of its prompt."""
+    """One request. It has a session, and the block ids of the prompt."""
 
     session: str
     blocks: tuple[int, ...]
@@ -38,7 +39,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Number of turns, and the bounds of their lengths in tokens; turns of other lengths are left out."""
+    """The number of turns, and the bounds of prompt lengths in tokens. Turns with other lengths are left out."""
 
     requests: int
     block_tokens: int
@@ -51,7 +52,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Traffic of `num_sessions` concurrent sessions: when one ends, another begins.
+    """Traffic of `num_sessions` concurrent sessions. When a session ends, a new session begins.
 
     All values are drawn from one seeded generator.
 
@@ -77,15 +78,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Workload:
-    """Turns in order. `working_set`: mean total of tokens of the last prompts of all open sessions, which a cache must
-    hold to avoid all recomputation."""
+    """Turns in order. `working_set`: mean total number of tokens in the last prompts of all open sessions. A cache of
+    this size avoids all recomputation."""
 
     turns: Sequence[Turn]
     working_set: int
 
 
 class Prompts:
-    """Token ids of turns. Prompts with different `salt` share no block."""
+    """Generates the token ids of turns. Prompts with different `salt` share no block."""
 
     def __init__(self, block_tokens: int, salt: int) -> None:
         self._block_tokens = block_tokens
@@ -103,7 +104,8 @@ class Prompts:
 
 
 def generated_turns(scale: Scale) -> list[Turn]:
-    """Generate turns. A session begins with about 1/8 of the longest prompt, and grows by about 1/400 of it a turn."""
+    """Generate turns. A session begins with about 1/8 of the tokens of the longest prompt, and each turn adds about
+    1/400 of them."""
     generator, ids, names = random.Random(0), itertools.count(), itertools.count()
     longest, shortest = scale.longest // scale.block_tokens, -(-scale.shortest // scale.block_tokens)
 
@@ -164,7 +166,7 @@ def traffic_of(traffic: Traffic) -> Workload:
 
 
 def trace_of(turns: Sequence[Turn], block_tokens: int, num_warm_up: int = 0) -> Trace:
-    """Convert turns to a trace for `hicache replay`, one second apart."""
+    """Convert turns to a trace for `hicache replay`, with one second between two turns."""
     requests = (
         TraceRequest(float(at), np.array(turn.blocks, np.int64), len(turn.blocks) * block_tokens, 1, turn.session)
         for at, turn in enumerate(turns)
@@ -194,15 +196,15 @@ T = TypeVar("T", bound=OfSession)
 
 
 class TurnQueue(Generic[T]):
-    """Turns that are not sent yet, in order, and the number of open requests of each session."""
+    """The turns that were not sent yet, in order, and the number of open requests of each session."""
 
     def __init__(self, turns: Sequence[T]) -> None:
         self._left = list(enumerate(turns))
         self._num_open: dict[str, int] = {}
 
     def take(self) -> tuple[int, T] | None:
-        """Take the first turn whose session has no open request. If the next turns have none, take the first turn: an
-        agent may send several requests concurrently."""
+        """Take the first of the next turns whose session has no open request. If every session among them has an open
+        request, take the first turn, because an agent may send several requests concurrently."""
         if not self._left:
             return None
         ahead = range(min(_AHEAD, len(self._left)))

@@ -1,4 +1,4 @@
-"""A TCP proxy of a port of this machine that passes a limited number of bytes per second."""
+"""A TCP proxy for a port of this machine, with a limited number of bytes per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _PIECE_BYTES = 16 << 10
 
 
 class SlowLink:
-    """Passes connections to its `port` on to `target_port`, each with at most `bytes_per_s` in each direction."""
+    """Forwards connections from its `port` to `target_port`. Each connection transfers at most `bytes_per_s` in each
+    direction."""
 
     def __init__(self, target_port: int, bytes_per_s: float) -> None:
         self._target_port = target_port

@@ -1,4 +1,4 @@
-"""The functions, files and classes that requests call on the scheduler's thread.
+"""Counts the calls that requests cause on the scheduler's thread, and the files and classes of the called functions.
 
     requests.<model>.<request>   three requests of 192 tokens: miss, prefetch (from the disk, with its load), commit
                                  (with its backup and its write to the disk), and all together:
@@ -11,9 +11,9 @@
     join.calls, .ms              `join` of 120k tokens that a prefetch read while the prompt was computed
     host_page.bytes              memory of the bookkeeping of one host page in Python and numpy, without its key
 
-Counts do not depend on timing: a store in memory answers only between two counted calls, and all copies end there. The
-calls that receive these answers are not counted. Times are processor time of the thread over a real disk, with a
-millisecond between two calls.
+Counts do not depend on timing, because a store in memory answers only between two counted calls, and all copies end
+between two counted calls. The calls that receive these answers are not counted. Times are processor time of the thread
+over a real disk, with a pause of a millisecond between two calls.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ NAME = "steps"
 DESCRIPTION = "calls of the scheduler's thread: counts, files and classes of requests, and their times"
 
 T = TypeVar("T")
-DISK_JOB_PAGES = 32  # pages of one job of the disk, if pages are small
-STEP_S = 0.01  # interval of polls that find no event
+DISK_JOB_PAGES = 32  # maximum pages of a disk job, for small pages
+STEP_S = 0.01  # seconds between two polls without news
 CHUNK_TOKENS = 8192
 PAGE_TOKENS = 64  # tokens of a host page
 FILLED_PAGES = 20_480
 SHORT_TOKENS, LONG_TOKENS = 192, 131_072
-JOIN_COMPUTED_TOKENS = CHUNK_TOKENS  # tokens computed before the join, which finds the other 120k tokens
+JOIN_COMPUTED_TOKENS = CHUNK_TOKENS  # tokens computed before the join, which loads the other 120k tokens
 TIERS = ("cold", "device", "host", "disk")
 MODES: tuple[PrefetchMode, ...] = ("auto", "wait_complete")
 WAITING = (10, 1000, 10_000)
-COMPARED = 64  # maximum requests that a poll compares again after an event
+COMPARED = 64  # maximum number of requests that one poll compares again after an event
 SAMPLES, TIMED_POLLS = 5, 100
 KEY_BYTES = sys.getsizeof(bytes(32))
-_SETTLED_POLLS = 9  # if the median of the counts of this number of polls is the same twice, polls find no event
+_SETTLED_POLLS = 9  # polls have no news if the median count of this many polls is equal twice in a row
 _STATE = StateGeometry(((2,),), (2,), torch.float16, torch.float16)
 MODELS = {
     "full": ModelGeometry(1, 1, 4),
@@ -79,7 +79,7 @@ MODELS = {
 
 
 class GatedStore(ThrottledStore):
-    """A store in memory that works only while `gate` is set. It keeps the size of each page, but not the bytes."""
+    """A store in memory that answers only while `gate` is set. It stores the size of each page, but not the bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class GatedStore(ThrottledStore):
 
 
 class SilentStore(GatedStore):
-    """A store that reports every page as present, and reads none until `gate` is set."""
+    """A store that reports every page as present, but reads no page until `gate` is set."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         return [True] * len(keys)
@@ -124,7 +124,7 @@ class Meter(Protocol):
 
 
 class CallMeter:
-    """Records calls. All copies and store jobs end before each call, and no store job ends during the call."""
+    """Records calls. All copies and store jobs end before each call. No store job ends during a call."""
 
     def __init__(self) -> None:
         self.store = GatedStore()
@@ -144,7 +144,7 @@ class CallMeter:
 
 
 class TimeMeter:
-    """Sums the processor time of the thread. The engine's threads work in a pause before each call."""
+    """Sums the processor time of the calling thread. A pause before each call lets the engine's threads work."""
 
     store: GatedStore | None = None
 
@@ -160,7 +160,7 @@ class TimeMeter:
 
 
 def end_transfers(engine: CacheEngine) -> None:
-    """Wait until the copies in flight have ended, and receive the answers of the stores to all jobs in flight."""
+    """Wait until all copies in flight have ended, and receive the stores' answers to all jobs in flight."""
     for component in engine.inspect.context.components:
         if component.has_host:
             assert isinstance(component.transfer, CpuTransfer)
@@ -175,14 +175,14 @@ def end_transfers(engine: CacheEngine) -> None:
 
 
 def is_idle(engine: CacheEngine) -> bool:
-    """Return whether no copy and no store job is left for a poll to complete."""
+    """Return whether no copy and no store job is in flight."""
     inspect = engine.inspect
     movements = (inspect.copies, *inspect.writes, inspect.prefetcher)
     return not any(movement is not None and movement.is_busy() for movement in movements)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Do nothing: there are no arguments."""
+    """Do nothing, because this benchmark has no arguments."""
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     loads = [os.getloadavg()[0]]
     for model in MODELS:
-        three_requests(model)  # run once, so that caches of the process are filled
+        three_requests(model)  # the first run fills caches of the process
         _report_requests(report, model, three_requests(model))
     _report_prompt(report, LONG_TOKENS)
     _report_join(report, LONG_TOKENS)
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 @contextmanager
 def _engine(geometry: ModelGeometry, store: GatedStore | None, **settings: Any) -> Iterator[CacheEngine]:
-    """Build an engine over the store, or over a temporary disk if it is None."""
+    """Build an engine over `store`, or over a temporary disk if `store` is None."""
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             max_requests=8,
@@ -218,7 +218,8 @@ def _engine(geometry: ModelGeometry, store: GatedStore | None, **settings: Any) 
             model_id="bench",
             write_policy="write_through",
             disk=DiskConfig(path=folder, budget_bytes=1 << 30) if store is None else None,
-            # One reader answers in the order of its jobs, and the disk of a busy machine may be slow.
+            # A single reader answers jobs in order. The timeout is long, because the disk of a busy machine may be
+            # slow.
             advanced=AdvancedConfig(disk_reader_threads=1, disk_io_timeout_s=600.0),
             **settings,
         )
@@ -229,7 +230,7 @@ def _engine(geometry: ModelGeometry, store: GatedStore | None, **settings: Any) 
 
 
 def _tokens(seed: int, number: int) -> Tokens:
-    """Return the tokens of complete pages, and one more token, which no tier stores."""
+    """Return `number` tokens, which are complete pages, and one more token, which no tier stores."""
     return np.random.default_rng(seed).integers(0, 100_000, number + 1)
 
 
@@ -239,7 +240,7 @@ def _poll_until(meter: Meter, engine: CacheEngine, name: str, done: Callable[[],
 
 
 def _compute(meter: Meter, engine: CacheEngine, name: str, lease: Lease, tokens: Tokens) -> None:
-    """Prefill from the cached prefix to the end, in chunks."""
+    """Compute the prompt from the end of its cached prefix, in chunks."""
     start = lease.cached_len
     while start < len(tokens):
         chunk_end = min(start + CHUNK_TOKENS, len(tokens))
@@ -255,8 +256,8 @@ def _compute(meter: Meter, engine: CacheEngine, name: str, lease: Lease, tokens:
 
 
 def three_requests(model: str) -> CallMeter:
-    """Return the calls of a miss, of a commit with its backup and its write, and of a prefetch from the disk with its
-    load."""
+    """Record the calls of three requests: a miss; a commit with its backup and its write to disk; and a prefetch from
+    the disk with its load."""
     meter, tokens = CallMeter(), _tokens(0, SHORT_TOKENS)
     sizes = {"device_tokens": 1024, "host_bytes": 1 << 16, "max_context_len": 1024}
     pages = {"page_size": 16, "host_page_size": 16, "mamba_chunk_tokens": 16}
@@ -299,7 +300,7 @@ def _report_requests(report: Report, model: str, meter: CallMeter) -> None:
 
 
 def long_prompt(meter: Meter, num_tokens: int) -> None:
-    """One prompt that is computed, then found on the device, on the host and on the disk."""
+    """Serve one prompt four times: it is computed, then found on the device, on the host and on the disk."""
     sizes = {
         "device_tokens": num_tokens + CHUNK_TOKENS,
         "host_bytes": (3 * num_tokens + CHUNK_TOKENS) * 16,
@@ -331,7 +332,7 @@ def long_prompt(meter: Meter, num_tokens: int) -> None:
 
 
 def _warm_up(engine: CacheEngine, seed: int) -> None:
-    """One short prompt, so that the first use of a code path is not measured."""
+    """Serve one short prompt, so that the first use of each code path is not measured."""
     tokens = _tokens(seed, CHUNK_TOKENS // 8)
     with engine.acquire(CacheRequest("warm", tokens)) as lease:
         engine.commit(lease, tokens)
@@ -367,7 +368,7 @@ def _range(seconds: Sequence[float]) -> str:
 
 
 def joined_prompt(meter: Meter, num_tokens: int) -> None:
-    """A prompt on the disk is read while its first chunk is computed, and then joined."""
+    """Compute the first chunk of a prompt while the disk reads the rest, and then call `join` to load the rest."""
     sizes = {
         "device_tokens": num_tokens + CHUNK_TOKENS,
         "host_bytes": (2 * num_tokens + CHUNK_TOKENS) * 16,
@@ -409,7 +410,8 @@ def _report_join(report: Report, num_tokens: int) -> None:
 
 @contextmanager
 def waiting_requests(mode: PrefetchMode, number: int) -> Iterator[CacheEngine]:
-    """An engine in which `number` requests of one page each wait for a silent store, and no poll has news any more.
+    """Yield an engine in which `number` requests of one page each wait for a `SilentStore`, and in which polls have no
+    more news.
 
     Mode `auto` always chooses the load, because `prefill_tokens_per_s` is 0.
     """
@@ -437,7 +439,7 @@ def waiting_requests(mode: PrefetchMode, number: int) -> Iterator[CacheEngine]:
 
 
 def calls_of_poll(engine: CacheEngine) -> int:
-    """Return the calls of a poll one step after the last."""
+    """Return the number of calls of one poll, `STEP_S` after the last poll."""
     time.sleep(STEP_S)
     calls = Calls()
     calls.record(engine.poll)
@@ -460,9 +462,9 @@ def _report_polls(report: Report, mode: PrefetchMode, number: int) -> None:
 
 
 def page_bookkeeping_bytes() -> float:
-    """Return the bytes that one more host page takes, with its key. Two engines of different sizes are compared, whose
-    pages are all on the host and in the store, and not on the device."""
-    _bookkeeping_bytes(CHUNK_TOKENS // PAGE_TOKENS)  # run once, so that imports are not measured
+    """Return the bytes that one more host page takes, including its key. To measure this, compares two engines of
+    different sizes. All their pages are on the host and in the store, and not on the device."""
+    _bookkeeping_bytes(CHUNK_TOKENS // PAGE_TOKENS)  # the first run makes imports, which are not measured
     small, large = (_bookkeeping_bytes(num_pages) for num_pages in (FILLED_PAGES // 2, FILLED_PAGES))
     return (large - small) / (FILLED_PAGES // 2)
 

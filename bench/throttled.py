@@ -1,8 +1,8 @@
-"""A page store in memory with a settable rate, which can also hang.
+"""A page store in memory for benchmarks. Its rate can be set, and it can hang.
 
-A helper of benchmarks. Reads sleep in the threads of the tier that reads, so they cost the engine no time. The store
-keeps the keys of all pages, but the bytes of only one page, which it returns for every key. So the contents of pages
-cost no time, and prompts that were never computed can be read.
+Reads sleep in the threads of the tier that reads, so they take no time of the engine's thread. The store keeps the keys
+of all pages, but the bytes of only one page, which it returns for every key. So a benchmark can read prompts that were
+never computed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import numpy as np
 from hicache.storage import PageBuffer
 from hicache.storage.base import StoreStats
 
-# Sleeps end late; up to _LATE_S is compensated. Sleeps below _AHEAD_S are skipped, as their lateness would exceed them.
+# Sleeps end late; later sleeps compensate up to _LATE_S. Sleeps below _AHEAD_S are skipped, because they would end too
+# late by more than their length.
 _LATE_S, _AHEAD_S = 0.01, 0.002
 
 
 class ThrottledStore:
-    """A `hicache.storage.base.PageStore`. Any thread may call any method.
+    """Implements `hicache.storage.base.PageStore`. Any thread may call any method.
 
-    `bytes_per_s`: total rate of all readers. `keeps`: keep the keys of written pages; then writing takes as long as
-    reading. Otherwise written pages are dropped.
+    `bytes_per_s`: total rate of all threads. `keeps`: whether the store keeps the keys of written pages. If so, writing
+    takes as long as reading; otherwise the store drops written pages.
     """
 
     def __init__(self) -> None:
@@ -40,11 +41,11 @@ class ThrottledStore:
         self._is_running.set()
 
     def fill(self, keys: Iterable[bytes]) -> None:
-        """Replace all keys by `keys`."""
+        """Replace the store's keys by `keys`."""
         self._keys = {*keys}
 
     def stop_after(self, num_bytes: float) -> None:
-        """Hang after `num_bytes` more, until `go_on`."""
+        """Make reads and writes hang after `num_bytes` more bytes, until `go_on` is called."""
         with self._lock:
             self._left_bytes = num_bytes
 
@@ -55,7 +56,7 @@ class ThrottledStore:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page; 0 before the first page is written."""
+        """The bytes of a page; 0 before the first page is written."""
         return self._page.nbytes
 
     @property
@@ -63,7 +64,7 @@ class ThrottledStore:
         return ()
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Do nothing: the store copies from and to any memory."""
+        """Do nothing, because this store copies from and to any memory."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         return [key in self._keys for key in keys]
@@ -91,10 +92,10 @@ class ThrottledStore:
         return [True] * len(items)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: the store never evicts."""
+        """Do nothing, because this store never evicts."""
 
     def get_value(self, key: bytes) -> bytes | None:
-        """Return None: pages of this store are not copied to other stores."""
+        """Return None, because pages of this store are not copied to other stores."""
         return None
 
     def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
@@ -116,19 +117,19 @@ class ThrottledStore:
         return 0
 
     def sync(self) -> None:
-        """Do nothing: no page survives the process."""
+        """Do nothing, because no page survives the process."""
 
     def check(self) -> None:
-        """Do nothing: there are no counters."""
+        """Do nothing, because this store has no counters to check."""
 
     def compact(self) -> int:
         return 0
 
     def close(self) -> None:
-        """Do nothing: the pages stay, for another engine."""
+        """Do nothing, so that another engine can use the pages."""
 
     def _pace(self, num_bytes: int) -> None:
-        """Return when `num_bytes` are transferred at the rate, after the transfers of other threads."""
+        """Sleep until `num_bytes` would be transferred at `bytes_per_s`, after the earlier transfers of all threads."""
         with self._lock:
             now_s = time.monotonic()
             self._free_at_s = max(self._free_at_s, now_s - _LATE_S) + num_bytes / self.bytes_per_s

@@ -1,8 +1,9 @@
-"""Host <-> device transfers by the engine's backend, as shares of a plain pinned copy timed in the same rounds.
+"""Measures transfers between host and device by the engine's backend, as shares of a plain pinned copy in the same
+rounds.
 
-On CUDA the ceiling is a pinned memcpy in the same direction (for both directions, two concurrently). On the CPU, where
-the device tier is ordinary memory, it is a memcpy. Outside the timing, bytes are stored, poisoned on the device, loaded
-and compared.
+On CUDA the ceiling is a pinned memcpy in the same direction, or for both directions two concurrent ones. On the CPU,
+where the device tier is ordinary memory, the ceiling is a memcpy. Before the timing, bytes are stored, overwritten on
+the device, loaded and compared.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TARGETS = {
     "both.total": 0.97,
     "both.up": 0.90,
 }
-# Cases of both directions at once name their layout, except for this one.
+# The names of cases with both directions at once contain the layout, unless it is this one.
 BOTH_LAYOUT = "page64.contiguous"
 
 
@@ -67,7 +68,8 @@ BOTH_LAYOUT = "page64.contiguous"
 class Layout:
     """An order of pages. `device_page`: tokens of an allocator page; `host_page`: tokens of a host page.
 
-    `scattered`: runs of pages in random order, with `host_run` and `device_run` pages on average; else one run.
+    `scattered`: whether pages form runs in random order, with `host_run` and `device_run` pages on average; otherwise
+    all pages form one run.
     """
 
     name: str
@@ -88,15 +90,17 @@ LAYOUTS = [
 
 
 def shuffled_runs(rng: np.random.Generator, count: int, mean_run: int) -> npt.NDArray[np.int64]:
-    """Return the ids 0 to `count` - 1, divided into runs of 1 to 2 * `mean_run` - 1 ids, in random order."""
+    """Return the ids 0 to `count` - 1, divided into runs of 1 to 2 * `mean_run` - 1 consecutive ids. The runs are in
+    random order."""
     ends = np.cumsum(rng.integers(1, 2 * mean_run, count))
     runs = np.split(np.arange(count), ends[ends < count])
     return np.concatenate([runs[at] for at in rng.permutation(len(runs))])
 
 
 class TransferSetup:
-    """Pools and backend of one geometry and page size. `kv_packing`: see the setting. `sample`: contents of the pool;
-    None: normal random numbers. `pool`: the pool of another rig, which must not be in use."""
+    """The pools and the backend for one geometry and page size. `kv_packing`: the setting of this name. `sample`:
+    contents of the pool; None: normal random numbers. `pool`: the pool of another setup, which must not be in use;
+    None: a new pool."""
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class TransferSetup:
         half = tokens // 2 // layout.host_page
         self.halves = (self.pages[:half], self.pages[half:])
         self.num_bytes = tokens * self.pool.layout.token_bytes
-        self.up_seconds: list[float] = []  # seconds of loads that run concurrently with stores of the same size
+        self.up_seconds: list[float] = []  # seconds of loads that ran concurrently with equally large stores
 
     def up(self, pages: torch.Tensor, slots: torch.Tensor) -> TransferOp:
         assert self.counter.can_begin()
@@ -162,7 +166,8 @@ class TransferSetup:
             raise AssertionError(f"{len(op.misfits)} of {len(self.pages)} pages do not fit when packed")
 
     def both(self) -> None:
-        """Load half of the tokens while the other half is stored. Poll the backend meanwhile, as a scheduler does."""
+        """Load half of the tokens while the other half is stored. Poll the backend until both have ended, as a
+        scheduler does."""
         middle = len(self.halves[0]) * (len(self.chosen) // len(self.pages))
         down = self.backend.store(self.chosen[middle:], self.halves[1])
         up = self.up(self.halves[0], self.chosen[:middle])
@@ -171,7 +176,7 @@ class TransferSetup:
         self.up_seconds.append(up.seconds())
 
     def verify(self) -> None:
-        """Store the sample or random bytes, poison the device, load them and compare."""
+        """Store the sample or random bytes, overwrite them on the device, load them again and compare."""
         buffers = [buffer for layer in self.pool.layout.layers for buffer in self.pool.layer_buffers(layer)]
         for buffer in buffers:
             buffer.normal_()

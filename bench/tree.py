@@ -1,6 +1,7 @@
-"""The prefix tree: matching and inserting against memcmp of the same bytes, evictions against the size of the tree.
+"""Measures the prefix tree: matching and inserting compared with memcmp of the same bytes, and evictions for several
+sizes of the tree.
 
-    match.*, insert.*        100 000 packed tokens (800 000 bytes); the ceiling is one memcmp of them, timed in turns
+    match.*, insert.*        100 000 packed tokens (800 000 bytes); the ceiling is one memcmp of these bytes, in turns
     evict.<policy>.<leaves>  one eviction: choose the victim, remove it and account for it, in processor time of the
                              thread; .spread: maximum over minimum
 
@@ -93,8 +94,8 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
 
 
 def _evictions(report: Report, policy: str, samples: int) -> None:
-    """Measure evictions among leaves below one common page; each round evicts _BATCH leaves, timed, and inserts the
-    same number of new ones."""
+    """Measure evictions among leaves below one common page. Each round evicts _BATCH leaves, which is timed, and then
+    inserts _BATCH new leaves."""
     trees = {leaves: _tree(1, policy) for leaves in LEAVES}
     prefix, slot = np.array([7]), torch.ones(2, dtype=torch.int64)
     for leaves, tree in trees.items():

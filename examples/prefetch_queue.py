@@ -1,10 +1,11 @@
-"""Prefetch from a queue: requests that wait have their prefixes read from disk while the request in front computes.
+"""Prefetching for a queue: while the first request of the queue computes, the prefixes of the next requests are read
+from disk.
 
     python examples/prefetch_queue.py
 
-A first engine fills a store and ends. A second one serves the same prompts, and reads the prefixes of waiting
-requests in advance. So their pages are in host memory when the scheduler admits them. No model runs: a comment shows
-the place of the forward pass.
+The first engine fills a store and ends. The second engine serves the same prompts, and reads the prefixes of waiting
+requests in advance. So the pages of these requests are in host memory when the scheduler admits them. The example runs
+no model: a comment shows where the forward pass would be.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from hicache import CacheEngine, CacheRequest, DiskConfig, EngineConfig, ModelGe
 
 Tokens = npt.NDArray[np.int64]
 MODEL = ModelGeometry(layer_num=2, head_num=2, head_dim=32)
-AHEAD = 2  # requests whose prefixes are read in advance
+AHEAD = 2  # number of requests whose prefixes are read in advance
 
 
 def serve(engine: CacheEngine, prompts: Mapping[str, Tokens]) -> dict[str, int]:
-    """Serve the prompts in order. Returns the tokens of each that needed no computing."""
+    """Serve the prompts in order. Returns, for each prompt, the number of tokens that needed no computing."""
     waiting, started, cached = deque(prompts), set[str](), dict[str, int]()
     while waiting:
         for name in list(waiting)[:AHEAD]:
@@ -35,9 +36,7 @@ def serve(engine: CacheEngine, prompts: Mapping[str, Tokens]) -> dict[str, int]:
         name = waiting[0]
         try:
             lease = engine.acquire(CacheRequest(name, prompts[name]))
-        except ResourceExhausted:  # its read has not ended: the next step asks again
-            continue
-        if lease is None:
+        except ResourceExhausted:  # the prefetch has not ended; the next step tries again
             continue
         waiting.popleft()
         with lease:

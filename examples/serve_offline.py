@@ -1,4 +1,4 @@
-"""Answers a few prompts with `Scheduler`: with streaming, priorities and a deadline, over device and host.
+"""Answers a few prompts with `Scheduler`, using device and host, with streaming, priorities and a deadline.
 
 python examples/serve_offline.py
 """
@@ -14,7 +14,7 @@ from hicache.serving import ModelRunner, Request, SamplingParams, Scheduler, che
 def main() -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # any served model family works here
+    # any model family that `hicache serve` supports works here
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=2, **shape)).eval()
     config = EngineConfig(device_tokens=2048, host_bytes=1 << 22, dtype="float32", device="cpu", model_id="random")
     prompt = np.random.default_rng(0).integers(0, 512, 400)

@@ -1,4 +1,4 @@
-"""Serves a batch like SGLang, on the pool's device, and compares every generated token with plain attention.
+"""Serves a batch with the calls of an SGLang scheduler, and compares every generated token with plain attention.
 
 python examples/sglang_batch.py
 
@@ -8,8 +8,8 @@ python examples/sglang_batch.py
                  release_kv_cache(is_insert=False). Later alloc_for_extend, and the reverse copy
     end          release_kv_cache
 
-The model has random weights and attention layers only. A pass writes keys and values at the slots that the allocator
-returned, and `pool_attention` reads them by the request table. The engine of hicache is not used.
+The model has random weights and attention layers only. A pass writes keys and values to the slots that the allocator
+returned, and `pool_attention` reads them through the request table. The example does not use hicache's engine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LLAMA_8B = Geometry(layers=32, heads=32, kv_heads=8, head_dim=128, vocab=32000)
 
 
 class Model:
-    """Random weights: an embedding of tokens and positions, attention layers with residuals, a head."""
+    """A model of random weights: embeddings of tokens and positions, attention layers with residuals, and a head."""
 
     def __init__(self, geometry: Geometry, max_len: int, device: str | torch.device, dtype: torch.dtype) -> None:
         self.geometry = geometry
@@ -81,7 +81,7 @@ class Model:
         self.out = [random(hidden, hidden) / hidden**0.5 for _ in range(geometry.layers)]
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [n, hidden] of tokens [n] at their positions."""
+        """Return the hidden states [n, hidden] of tokens [n] at `positions` [n]."""
         x = self.embedding[tokens] + self.positions[positions]
         for layer, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
             q, k, v = (F.rms_norm(x, x.shape[1:]) @ qkv).split(self.widths, dim=1)
@@ -118,7 +118,7 @@ class Request:
 
 @dataclass
 class Batch:
-    """The argument of `alloc_for_extend` and `alloc_for_decode`. `prefix_lens`: only for an extend."""
+    """The argument of `alloc_for_extend` and `alloc_for_decode`. Only `alloc_for_extend` reads `prefix_lens`."""
 
     reqs: list[Request]
     tree_cache: RadixCache
@@ -139,9 +139,10 @@ class Batch:
 
 
 class PlainAttention:
-    """Contiguous keys and values of each request, in memory outside the pool, and torch's attention over them.
+    """Stores the keys and values of each request contiguously, in memory outside of the pool, and computes torch's
+    attention over them.
 
-    `worst`: the largest relative difference of any result of `compare`, on the device.
+    `worst`: the largest relative difference that `compare` found so far, as a tensor on the device.
     """
 
     def __init__(self, geometry: Geometry, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -160,7 +161,8 @@ class PlainAttention:
         self._kept[req] = kv
 
     def attend(self, layer: int, req: Request, start: int, q: torch.Tensor, kv: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Append tokens [start, end) and return [heads, dim] for the last of them, whose query is `q`."""
+        """Append keys and values of tokens [start, end). Return the attention [heads, dim] of the last token, whose
+        query is `q`."""
         end, kept = start + len(kv[0]), self._kept[req][layer]
         for target, rows in zip(kept, kv, strict=True):
             target[:, start:end] = rows.transpose(0, 1)
@@ -173,11 +175,11 @@ class PlainAttention:
 
 
 class Server:
-    """Schedules like SGLang: prefill before decode, one chunked prompt at a time, the last admitted request retracted
-    first.
+    """Schedules like SGLang. Prefills run before decodes, one prompt at a time is chunked, and the last admitted
+    request is retracted first.
 
-    The pool has `num_tokens` slots for requests and `copy_tokens` more, through which retracted requests are copied.
-    With `plain`, every pass is compared with plain attention. One thread.
+    The pool has `num_tokens` slots for requests, and `copy_tokens` more slots, through which retracted requests are
+    copied. With `plain`, every pass is compared with plain attention. Only one thread may call a server.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class Server:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.retracted: deque[Request] = deque()
-        self.chunked: Request | None = None  # the request whose prompt is only partly computed
+        self.chunked: Request | None = None  # request with a partly computed prompt
         self.counts = dict.fromkeys(("cached", "prefilled", "generated", "retracted", "restored"), 0)
 
     def serve(self, requests: Sequence[Request]) -> None:
@@ -223,7 +225,7 @@ class Server:
             self.step()
 
     def step(self) -> None:
-        """Run one pass: over prompts if any fit, else over one token of each running request."""
+        """Run one pass, over prompts if any prompt fits, or otherwise over one token of each running request."""
         if self.retracted and self.chunked is None and self._admit(self.retracted[0]):
             self._restore(self.retracted.popleft())
         if batch := self._next_prefill():
@@ -232,7 +234,7 @@ class Server:
             self._decode()
 
     def _next_prefill(self) -> list[Request]:
-        """The prompts of the next pass; the last one may be computed partly."""
+        """Return the requests whose prompts the next pass computes. It may compute only a part of the last prompt."""
         batch = [] if self.chunked is None else [self.chunked]
         budget = self.chunk_tokens - sum(self._num_left(req) for req in batch)
         while self.waiting and budget > 0 and not self.retracted and len(batch) < self.table.available_size():
@@ -246,8 +248,8 @@ class Server:
         return len(req.origin_input_ids) - len(req.prefix_indices)
 
     def _admit(self, req: Request, batch: Sequence[Request] = ()) -> bool:
-        """Match and lock the request's prefix, if its other tokens fit beyond those of `batch` and one more page for
-        each request."""
+        """Match and lock the request's prefix if its other tokens fit. Slots are also needed for the tokens of `batch`,
+        and for one more page of each request."""
         num_tokens = len(req.origin_input_ids) if req.host_kv is None else req.kv_committed_len
         asked = req.tokens(0, num_tokens - 1 if req.host_kv is None else num_tokens)
         match = self.tree.match_prefix(MatchPrefixParams(RadixKey(asked)))
@@ -300,7 +302,7 @@ class Server:
             self._generated(req, token)
 
     def _num_short(self) -> int:
-        """Return the tokens that the next decode step lacks."""
+        """Return the number of slots that the next decode step lacks."""
         pages = sum(req.kv_committed_len % self.page_size == 0 for req in self.running)
         return max(0, pages * self.page_size - self.allocator.available_size() - self.tree.evictable_size())
 
@@ -315,7 +317,8 @@ class Server:
     def _forward(
         self, batch: list[Request], starts: list[int], ends: list[int], slots: torch.Tensor, rows: torch.Tensor
     ) -> list[int]:
-        """Run a pass over tokens [start, end) of each request, at `slots`; returns the next token of each."""
+        """Run a pass over tokens [start, end) of each request, with new slots `slots`. Returns the next token of each
+        request."""
         device, counts = self.model.device, [end - start for start, end in zip(starts, ends, strict=True)]
         query_starts = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
         tokens = [token for req, *span in zip(batch, starts, ends, strict=True) for token in req.tokens(*span)]
@@ -365,14 +368,16 @@ class Server:
         self.plain.compare(out[last], by_pages[:, 0])
 
     def _retract(self, req: Request) -> None:
-        """Copy a request's keys and values to the CPU and free its slots; the tree keeps its own."""
+        """Copy a request's keys and values to the CPU, and free the slots that the request owns. Slots of the tree
+        stay."""
         req.host_kv = self.to_cpu(self.table.req_to_token[req.req_pool_idx, : req.kv_committed_len].long())
         release_kv_cache(req, self.tree, is_insert=False)
         self.retracted.append(req)
         self.counts["retracted"] += 1
 
     def _restore(self, req: Request) -> None:
-        """Allocate row and slots for an admitted request, and copy back the tokens that the tree no longer has."""
+        """Allocate a row and slots for an admitted request, and copy back the keys and values of tokens that the tree
+        no longer has."""
         end, start = req.kv_committed_len, len(req.prefix_indices)
         assert req.host_kv is not None
         slots, _, _ = alloc_for_extend(Batch([req], self.tree, torch.tensor([end]), [start]))
@@ -398,7 +403,7 @@ class Server:
         return host
 
     def from_cpu(self, host: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write rows that `to_cpu` returned to `slots`, one to each. Waits for the device."""
+        """Write row i of `host`, which `to_cpu` returned, to slot i of `slots`. Waits for the device."""
         for start in range(0, len(slots), len(self.staging)):
             part = slots[start : start + len(self.staging)]
             for rows, buffer in zip(host, self.buffers, strict=True):
@@ -411,7 +416,8 @@ class Server:
         return buffer[self._first_staged : self._first_staged + num_tokens]
 
     def check(self) -> None:
-        """Raise if a slot is neither free nor the tree's, or if a pass differed from plain attention."""
+        """Raise AssertionError if a slot is neither free nor in the tree, or if a pass differed from plain
+        attention."""
         self.tree.sanity_check()
         self.allocator.check()
         held = self.allocator.available_size() + self.tree.total_size() + len(self.staging)
@@ -422,7 +428,8 @@ class Server:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy from CPU memory, pinned first, so that the host does not wait."""
+    """Copy a tensor from CPU memory to the device. The copy goes through pinned memory, so that the host does not
+    wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

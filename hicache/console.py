@@ -1,8 +1,8 @@
-"""Terminal input and output of all commands, benchmarks and messages: sizes, figures, columns, tables, progress bars;
-and reading and writing the files that users name, like the FILE of `--json`.
+"""Formats sizes, figures, columns, tables and progress bars for all commands, benchmarks and messages. Also reads and
+writes files that users name, like FILE in `--json FILE`.
 
-Stores import this module, since their URLs contain sizes. It imports rich only inside the functions that make a table
-or a bar: the command line must handle Ctrl-C before slow imports have finished.
+Stores import this module to parse the sizes in their URLs. Only functions that make a table or a bar import rich: this
+import is slow, and the command line must handle Ctrl-C from the start.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def _not_a_size(text: str) -> ConfigError:
 
 
 def printable(text: str) -> str:
-    r"""`text` with non-printable characters replaced by escapes such as `\x1b` or `\ud800`.
+    r"""Return `text` with an escape such as `\x1b` or `\ud800` for each non-printable character.
 
-    Replaced are control characters including line breaks, characters that change the direction of writing, and
+    Non-printable are control characters including line breaks, characters that change the direction of writing, and
     characters that cannot be encoded.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -96,7 +96,7 @@ def drop_output() -> None:
 
 
 def sized(num_bytes: int) -> str:
-    """Return a size that is readable and exact: `3.2 GiB (3435973836 bytes)`. Below 1 KiB only the bytes."""
+    """Return a size that is readable and exact: `3.2 GiB (3435973836 bytes)`; a size below 1 KiB as `512 bytes`."""
     if num_bytes < 1024:
         return f"{num_bytes} bytes"
     power = min(len(_BINARY), (num_bytes.bit_length() - 1) // 10)
@@ -104,12 +104,12 @@ def sized(num_bytes: int) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    """Return a number of GiB for a column: `1,234.50`."""
+    """Return a number of bytes in GiB, for a column: `1,234.50`."""
     return f"{num_bytes / (1 << 30):,.2f}"
 
 
 def scaled(value: float, unit: str = "") -> str:
-    """Return a decimal number with a prefix: `950`, `12.3 k`, with a unit `12.3 GB`. For rates."""
+    """Return a number with a decimal prefix: `950`, `12.3 k`; with the unit `B` for example `12.3 GB`."""
     power = 0
     while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
         value, power = value / 1000, power + 1
@@ -118,17 +118,17 @@ def scaled(value: float, unit: str = "") -> str:
 
 
 def counted(number: int | None) -> str:
-    """Return a whole number: `1,234`. None means no limit: `unlimited`."""
+    """Return a whole number like `1,234`; `unlimited` for None."""
     return "unlimited" if number is None else f"{number:,}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share in percent: `12.3%`. None: `-`."""
+    """Return a share in percent, like `12.3%`; `-` for None."""
     return NONE if share is None else f"{share:.1%}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Milliseconds for a column: `1,234.5`. None: `-`."""
+    """Return seconds as milliseconds for a column, like `1,234.5`; `-` for None."""
     return NONE if seconds is None else f"{1000 * seconds:,.1f}"
 
 
@@ -141,7 +141,8 @@ def duration(seconds: float) -> str:
 
 
 def columns(rows: Iterable[Sequence[object]]) -> str:
-    """Rows of plain text, one per line, each column as wide as its widest cell, without control characters."""
+    """Return rows of plain text, one per line, without control characters. Each column is as wide as its widest
+    cell."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
     lines = ("".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
@@ -157,8 +158,8 @@ def table(
 ) -> Table:
     """Return a table with names left-aligned in the first column and figures right-aligned in the others.
 
-    A row None begins a new section. Markup in texts is not interpreted. `framed`: draw lines; False: a plain table that
-    can be placed next to another table.
+    A row None begins a new section. Markup in texts is not interpreted. `framed`: whether the table has lines. A table
+    without lines can be placed next to another table.
     """
     from rich import box
     from rich.table import Table
@@ -212,10 +213,10 @@ def print_table(
 
 @contextlib.contextmanager
 def progress(what: str, *, is_shown: bool = True) -> Iterator[Step]:
-    """A progress bar on stderr; without a terminal, or with `is_shown=False`, nothing is shown.
+    """Show a progress bar on stderr, unless stderr is no terminal or `is_shown` is False.
 
-    Yields a function to call with the steps done and the total steps (None: unknown). The bar and its thread start at
-    the first call: a program that forks must fork before it.
+    Yields a function that takes the number of finished steps and the total number of steps, None if unknown. Its first
+    call starts the bar and a thread, so a program that forks must fork before this call.
     """
     if not is_shown or sys.stderr is None or not sys.stderr.isatty():
         yield lambda done, total: None
@@ -261,7 +262,7 @@ def path_text(given: object) -> str:
 
 
 def path_flag(text: str) -> str:
-    """`path_text` as the `type` of a flag."""
+    """Return `path_text(text)`, for the `type` of a flag in argparse."""
     try:
         return path_text(text)
     except ConfigError as error:
@@ -269,7 +270,7 @@ def path_flag(text: str) -> str:
 
 
 def path_of(text: str) -> Path:
-    """`path_text` as the `type` of a flag, returning a `Path`."""
+    """Return `path_text(text)` as a `Path`, for the `type` of a flag in argparse."""
     return Path(path_flag(text))
 
 
@@ -285,7 +286,8 @@ def read_text(path: Path) -> str:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Check before long work that its result can be written to `path`. Raises ConfigError with the name of the flag."""
+    """Check that a result can be written to `path`, before the long work for this result. Raises ConfigError with the
+    name of the flag if it cannot be written."""
     found = path if _is_special(path) else Path(os.path.realpath(path)).parent
     if path.is_dir() or not found.exists() or not os.access(found, os.W_OK):
         raise ConfigError(f"{flag} {path} cannot be written; give a file in a folder that can be written to")

@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--disk-path",
         type=path_of,
         metavar="DIR",
-        default=Path(tempfile.gettempdir()),
+        default=None,
         help="directory whose disk is measured with a file of 256 MiB; if it is missing, its nearest existing parent "
         "(default: the directory of temporary files)",
     )
@@ -177,9 +177,11 @@ def _memory() -> Iterator[Finding]:
     yield Finding(section, "cores", f"{usable_cores()} of {os.cpu_count()}")
 
 
-def _disk(asked: Path) -> Iterator[Finding]:
-    """The rate of the disk of a directory, which the caches create if it is missing."""
+def _disk(given: Path | None) -> Iterator[Finding]:
+    """The rate of the disk of a directory, which the caches create if it is missing. None: the directory of temporary
+    files."""
     section = "disk"
+    asked = given or Path(tempfile.gettempdir())
     folder = next(path for path in (asked, *asked.absolute().parents) if path.exists())
     try:
         free, rate = shutil.disk_usage(folder).free, measure_disk(folder)
@@ -188,13 +190,20 @@ def _disk(asked: Path) -> Iterator[Finding]:
         return
     text = f"writes {scaled(rate.write_bytes_per_s, 'B')}/s, reads {scaled(rate.read_bytes_per_s, 'B')}/s"
     slow = "the disk reads slowly: hicache would load more prefixes from a local NVMe drive"
+    elsewhere = ""
+    if given is None:
+        elsewhere = (
+            "the directory of temporary files was measured; give the one that will have the pages: --disk-path DIR"
+        )
+    elif folder != asked:
+        elsewhere = f"{asked} is missing: create it on the drive that will have the pages, and run this again"
     memory = "" if rate.is_direct else " (a file system in memory, or without O_DIRECT)"
     where = "" if folder == asked else f", measured in {folder}"
     yield Finding(
         section,
         str(asked),
         f"{text}{memory}, free {sized(free)}{where}",
-        slow if rate.read_bytes_per_s < _SLOW_BYTES_PER_S else "",
+        elsewhere or (slow if rate.read_bytes_per_s < _SLOW_BYTES_PER_S else ""),
     )
 
 

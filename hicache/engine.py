@@ -1,7 +1,8 @@
 """The engine that a scheduler calls: lookup, prefetch, acquire, extend, commit, release.
 
-It creates the movements (copies between tiers) in their order, and starts and stops the parts that own threads or
-files. Finished movements take effect in `poll()`; finished copies also in `acquire()`.
+The engine creates the movements (copies, reads and writes between tiers), and starts and stops the parts that own
+threads or files. Results of finished copies, reads and writes take effect in `poll()`; results of finished copies also
+take effect in `acquire()`.
 """
 
 from __future__ import annotations
@@ -73,21 +74,22 @@ __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Memor
 
 log = logging.getLogger(__name__)
 
-_EXIT_S = 5.0  # time that `abandon` may take
-_LOOK_S = 0.001  # between two checks whether a call has ended
+_EXIT_S = 5.0  # maximum time of `abandon`
+_LOOK_S = 0.001  # time between two checks whether a call has ended
 C = TypeVar("C", bound=CacheComponent)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def exclusive(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concatenate[CacheEngine, P], R]:
-    """Wrap a verb of the engine so that a call during another call, from any thread, raises `ConcurrentCall`. Uses no
-    lock."""
+def one_call_at_a_time(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concatenate[CacheEngine, P], R]:
+    """Wrap a method of the engine so that a call during another call of the engine, from any thread, raises
+    `ConcurrentCall`. Uses no lock."""
     return _wrapped(verb, must_run=False)
 
 
 def running(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concatenate[CacheEngine, P], R]:
-    """The same, for a verb that raises `NotRunning` unless the engine runs in this process."""
+    """Wrap a method as `one_call_at_a_time` does. The method raises `NotRunning` unless the engine runs in this
+    process."""
     return _wrapped(verb, must_run=True)
 
 
@@ -99,14 +101,14 @@ def _wrapped(
         turn, thread = engine._turn, threading.get_ident()
         if turn.thread is not None:
             engine._refuse_second()
-        try:  # no call between the check above and the assignment, so the interpreter switches no thread there
+        try:  # no function call between check and assignment, so the interpreter does not switch threads
             turn.thread = thread
             if must_run and (engine._why_not or engine._owner.pid != os.getpid()):
                 engine._require_running()
             return verb(engine, *args, **kwargs)
         except BaseException as error:
             is_refusal = isinstance(error, HiCacheError) and not isinstance(error, (DoubleFree, InvariantError))
-            is_finding = isinstance(error, InvariantError) and verb.__name__ == "check"  # which changes nothing
+            is_finding = isinstance(error, InvariantError) and verb.__name__ == "check"  # `check` changes nothing
             if not (is_refusal or is_finding):
                 engine._doubt(verb.__name__, error)
             raise
@@ -130,12 +132,12 @@ class _Turn:
         self.thread: int | None = None
 
     def take(self, deadline_s: float) -> bool:
-        """Enter permanently once the current call has ended, so that calls of other threads are refused. Returns False
+        """Wait until the current call has ended, and then refuse the calls of all other threads forever. Returns False
         if the call has not ended by `deadline_s` of `time.monotonic`."""
         thread = threading.get_ident()
         while True:
             if self.thread is None or self.thread == thread:
-                self.thread = thread  # as in `exclusive`
+                self.thread = thread  # no function call since the check, as in `one_call_at_a_time`
                 return True
             if time.monotonic() >= deadline_s:
                 return False
@@ -146,13 +148,15 @@ class CacheEngine:
     """One hierarchical cache. Build it with `hicache.build.factory.build_engine`; use it in a `with` statement, or call
     `start` and `close`.
 
-    Any thread may call, one at a time. Every verb checks its arguments first, and a call that raises one of these
-    errors has changed nothing: `InvalidTokens` for tokens that are not a sequence of ids; `InvalidArgument` for another
-    argument of a wrong type or out of range; `LeaseEnded` and `ForeignLease` for a lease that the engine does not hold;
-    `NotRunning` before `start`, after `close` and in a fork; `ConcurrentCall` while another call runs.
+    Any thread may call the engine, one thread at a time. Every method checks its arguments first, and a call that
+    raises one of these errors has changed nothing: `InvalidTokens` for tokens that are not a sequence of ids;
+    `InvalidArgument` for another argument of a wrong type or out of range; `LeaseEnded` and `ForeignLease` for a lease
+    that the engine does not hold; `NotRunning` before `start`, after `close` and in a fork; `ConcurrentCall` while
+    another call runs.
 
-    `_turn`: the thread inside a call. `_why_not`: the reason why calls other than `release`, `cancel` and `close` are
-    refused; empty while the engine runs. `_is_broken`: a call raised before its end, and the accounts are inconsistent.
+    `_turn`: the thread that is inside a call, if any. `_why_not`: the reason why calls other than `release`, `cancel`
+    and `close` are refused; empty while the engine runs. `_is_broken`: a call raised before its end, and invariants of
+    the engine are violated.
     """
 
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
@@ -198,7 +202,8 @@ class CacheEngine:
         return self._context.full.counter
 
     def component(self, kind: type[C]) -> C:
-        """The engine's component of class `kind`, such as one given to `build_engine`. Raises `InvalidArgument`."""
+        """Return the engine's component of class `kind`, for example a class that was given to `build_engine`. Raises
+        `InvalidArgument` if the engine has no such component."""
         for component in self._context.components:
             if isinstance(component, kind):
                 return component
@@ -206,8 +211,8 @@ class CacheEngine:
 
     @property
     def allocates_by_chunk(self) -> bool:
-        """Return whether the scheduler should reserve slots chunk by chunk (`reserve_tokens`): with windows, which have
-        few slots, and under `exclusive`, where taking slots requires copies."""
+        """Return whether the scheduler should reserve slots chunk by chunk (`reserve_tokens`). True for models with
+        windows, which have few slots, and under `exclusive`, where taking slots requires copies."""
         return SWA in self._context.by_name or self._context.exclusive is not None
 
     @property
@@ -218,22 +223,24 @@ class CacheEngine:
     # Metrics
 
     def stats(self) -> dict[str, float]:
-        """Each metric as one number: `metrics()` with each histogram replaced by its sum. For tests and logs."""
+        """Return each metric as one number: `metrics()` with each histogram replaced by its sum. For tests and logs."""
         return flattened(self.metrics())
 
     def metrics(self) -> dict[str, MetricValue]:
-        """All metrics by name, sorted; docs/metrics.md explains each. May be called from any thread at any time."""
+        """Return all metrics by name, sorted; docs/metrics.md explains each metric. Any thread may call this method at
+        any time."""
         return self._context.metrics.snapshot()
 
     def describe(self) -> dict[str, MetricInfo]:
-        """Type, unit and help text of each metric of `metrics()`."""
+        """Return type, unit and help text of each metric of `metrics()`."""
         return self._context.metrics.describe()
 
     # Start and close
 
-    @exclusive
+    @one_call_at_a_time
     def start(self) -> None:
-        """Start the threads; no copy runs before. Idempotent. Raises `NotRunning` after `close` and in a fork."""
+        """Start the threads. No copy runs before this call. A second call does nothing. Raises `NotRunning` after
+        `close` and in a fork."""
         self._owner.require_here()
         if self._lifecycle is not _Lifecycle.NEW:
             self._require_running()
@@ -246,13 +253,14 @@ class CacheEngine:
             if part is not None:
                 part.start()
 
-    @exclusive
+    @one_call_at_a_time
     def close(self) -> None:
-        """Release every lease, finish all copies in flight, stop the threads and close the stores. Before that, write
-        to the stores the pages that the write policy promised and that only the device has, beginnings of prompts
-        first. In a fork: do nothing.
+        """Release every lease, finish all copies in flight, write pages to the stores, stop the threads and close the
+        stores. The written pages are the pages of the host, and pages of the device that the write policy would copy to
+        the host, beginnings of prompts first. In a fork, this method does nothing.
 
-        Waits for a store that does not answer for at most twice its I/O timeout. A later call finishes the rest.
+        Waits at most twice the I/O timeout of a store for a store that does not answer. If a store was not closed, a
+        later call closes it.
         """
         if not self._owner.is_here:
             return
@@ -264,7 +272,7 @@ class CacheEngine:
             for tier in self._stores:
                 tier.close()
             return
-        with contextlib.ExitStack() as ending:  # close every part even if closing another one raised
+        with contextlib.ExitStack() as ending:  # closes every part even if closing another part raised
             if finalizer is not None:
                 ending.callback(finalizer.detach)
             for part in (self._events, *reversed(self._hosts), *self._stores, *reversed(self._transfers)):
@@ -283,11 +291,11 @@ class CacheEngine:
 
     @running
     def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> LookupResult:
-        """Count the prompt's cached tokens in each tier, leaving out the last token, which is always computed. No side
-        effect.
+        """Count the prompt's cached tokens in each tier, without the last token, which is always computed. Changes
+        nothing.
 
-        Waits at most `disk_wait_s` seconds for the disk and the remote tier. If they did not answer by then,
-        `LookupResult.disk_known` is False.
+        Waits at most `disk_wait_s` seconds for the disk and the remote tier. If one of these tiers has not answered by
+        then, `LookupResult.disk_known` is False.
         """
         packed, namespace = valid_tokens(tokens), valid_namespace(namespace)
         wait_s = valid_number("disk_wait_s", disk_wait_s)
@@ -310,19 +318,19 @@ class CacheEngine:
         *,
         overlaps: bool = False,
     ) -> Prefetch:
-        """Start reading pages of the prompt from the disk and the remote tier to the host. `.ready` of the handle says
-        that admission need not wait any more.
+        """Start reading pages of the prompt from the disk and the remote tier to the host. When `ready` of the returned
+        handle is True, the request may be admitted.
 
-        `mode` (default: the configuration's): "auto" waits if waiting is estimated to cost all requests together less
-        time than computing; "best_effort" never waits; "wait_complete" waits until the end; "timeout" waits for
-        `prefetch_timeout_s`.
+        `mode` (default: the mode of the configuration): "auto" waits if waiting is estimated to cost all requests
+        together less time than computing; "best_effort" never waits; "wait_complete" waits until all reads have ended;
+        "timeout" waits for at most `prefetch_timeout_s`.
 
-        A successful `acquire`, or `cancel` of the request, ends the prefetch and returns its part of
+        A successful `acquire`, or `cancel` of the request, ends the prefetch, and its pages no longer count for
         `prefetch_host_share`. Until then, another call for the request returns the same handle.
 
         `overlaps`: the caller will call `join`. In mode "auto", pages are then read from the end of the prompt
-        backwards, also while the prompt is computed from its beginning. The request waits for no page if computing it
-        delays no other request. The commit of the complete prompt ends the reads.
+        backwards, even while the prompt is computed from its beginning. The request waits for no page if computing its
+        prompt delays no other request. The commit of the complete prompt ends the reads.
         """
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
         mode = self._context.config.prefetch_mode if mode is None else valid_mode(mode)
@@ -334,15 +342,15 @@ class CacheEngine:
 
     @running
     def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> int:
-        """Announce a queued request until its `acquire` or `cancel`. Computing other requests counts as delaying it,
-        and its prefix in memory is evicted last. Returns the tokens of that prefix. A second call includes pages that
-        arrived since the first."""
+        """Announce a queued request until its `acquire` or `cancel`. Estimates count the request as delayed while other
+        requests are computed, and its prefix in memory is evicted last. Returns the number of tokens of this prefix. A
+        second call includes pages that arrived since the first call."""
         return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
     @running
     def poll(self) -> bool:
-        """Apply the results of finished copies, reads and writes. Call it once a step; it never blocks. True: an
-        exchange of pages is in progress, and each further poll advances it."""
+        """Apply the results of finished copies, reads and writes. Call this method once a step; it never blocks.
+        Returns True while a staged load is in progress, which each further poll advances."""
         if self._commit.has_hints:
             self._commit.expire_hints()
         for movement in self._movements:
@@ -356,8 +364,9 @@ class CacheEngine:
         """Report that a forward pass over `num_tokens` prompt tokens took `seconds` of device time, without time that
         requests waited for the device.
 
-        `mean_position`: mean position of these tokens in their sequences, because attention costs more behind a long
-        prefix; None: they begin a prompt. Report only passes that waited for no load (`hicache.serving.prefill_meter`).
+        `mean_position`: mean position of these tokens in their sequences, because attention costs more after a long
+        prefix; None: the tokens begin a prompt. Report only passes that waited for no load
+        (`hicache.serving.prefill_meter`).
         """
         tokens, took_s, position = valid_pass(num_tokens, seconds, mean_position)
         if tokens and took_s:
@@ -367,11 +376,13 @@ class CacheEngine:
 
     @running
     def acquire(self, request: CacheRequest) -> Lease:
-        """Admit a request: pin its cached prefix, take slots for the rest, and submit the loads.
+        """Admit a request: lock its cached prefix, take slots for the other tokens, and submit the loads.
 
         Raises `PromptTooLong` if the request never fits, `DuplicateRequest`, or a `ResourceExhausted` such as
-        `OutOfSlots` or `PrefetchPending`: then poll and retry, or cancel. Before it raises `ResourceExhausted` it
-        applies the results of finished copies.
+        `OutOfSlots` or `PrefetchPending`. After a `ResourceExhausted`, poll and retry, or cancel the request. Before
+        this method raises `ResourceExhausted`, it applies the results of finished copies. If pages must be evicted
+        under `write_back` or `exclusive`, this method waits for their copies to the host, see
+        `CacheRequest.may_wait`.
         """
         request = valid_request(request)
         if request.request_id in self._leases:
@@ -400,11 +411,11 @@ class CacheEngine:
     @running
     def join(self, lease: Lease, num_tokens: int) -> Hit:
         """Load the pages that an overlapped prefetch has read after the first `num_tokens` of the prompt, which are
-        computed and committed. Call it before each pass over the prompt.
+        computed and committed. Call this method before each pass over the prompt.
 
-        Returns the tokens behind `num_tokens` that need no computing any more, by tier: none if no such page has
-        arrived, or if the device has no capacity for them now. They are added to `lease.hit`. The lease keeps its row
-        and its states; read `lease.slots` again.
+        Returns the tokens after `num_tokens` that need no computing any more, by tier. No tokens are returned if no
+        page with these tokens has arrived, or if the device has no capacity for them now. The returned tokens are added
+        to `lease.hit`. The lease keeps its row and its states; read `lease.slots` again.
         """
         self._held((lease,))
         num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id
@@ -423,21 +434,23 @@ class CacheEngine:
 
     @running
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
-        """Take slots for `num_tokens` more tokens of the request. Returns them, int64 on the pool's device.
+        """Take slots for `num_tokens` more tokens of the request. Returns the new slots, int64 on the pool's device.
 
-        Raises `OutOfSlots`, and `PromptTooLong` if the sequence would exceed `max_context_len`.
+        Raises `OutOfSlots`, and `PromptTooLong` if the sequence would exceed `max_context_len`. If pages must be
+        evicted under `write_back` or `exclusive`, this method waits for their copies to the host.
         """
         self._held((lease,))
         return self._admit.extend(lease, valid_count("num_tokens", num_tokens))
 
     @running
     def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
-        """Share the complete pages of `tokens`, the sequence so far, and start their backups. The KV of all `tokens` is
-        stored, or queued on the device to be stored.
+        """Share the complete pages of `tokens`, the sequence so far, and start the backups of these pages. The KV of
+        all `tokens` must be in the lease's slots, or work queued on the device must write it.
 
-        Call it after every prefill chunk and at the end. A recurrent state has consumed exactly `tokens`; it is kept if
-        they end at a page boundary. Raises `TransferError` if the prefix failed to load, `TokensMismatch` if `tokens`
-        do not begin with the lease's prompt, and `InvalidTokens` if they exceed the lease's slots.
+        Call this method after every prefill chunk and at the end. A recurrent state has consumed exactly `tokens`; the
+        state is kept if `tokens` end at a page boundary. Raises `TransferError` if the prefix failed to load,
+        `TokensMismatch` if `tokens` do not begin with the lease's prompt, and `InvalidTokens` if `tokens` exceed the
+        lease's slots.
         """
         self._held((lease,))
         packed = valid_tokens(tokens, minimum=0, known_len=lease.tokens.num_tokens)
@@ -447,11 +460,12 @@ class CacheEngine:
 
     @running
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """The position where a pass over the prompt from `start` should end, at most `end`. Call `commit` there.
+        """Return the position, at most `end`, at which a pass over the prompt from `start` should end. Call `commit`
+        after this pass.
 
         The position is below `end` in two cases. A pass of a hybrid model ends where a state is worth keeping: at the
-        last page boundary of the prompt, or where the cached prefix branches off another prompt. And a pass ends where
-        it reaches pages of an overlapped prefetch.
+        last page boundary of the prompt, or where the cached prefix branches off another prompt. A pass also ends where
+        it reaches pages that an overlapped prefetch has read.
         """
         self._held((lease,))
         start, end = valid_interval(start, end)
@@ -461,17 +475,20 @@ class CacheEngine:
 
     @running
     def track(self, leases: Sequence[Lease]) -> None:
-        """Keep recurrent states: a hybrid model copies one every `mamba_track_interval` tokens, and the next commit
-        shares it. Call it after each decode step, before the next `extend`. Other models: does nothing."""
+        """Keep recurrent states: a hybrid model copies a state every `mamba_track_interval` tokens, and the next commit
+        shares this copy. Call this method after each decode step, before the next `extend`. For other models, this
+        method does nothing."""
         self._commit.track(self._held(leases))
 
     @running
     def begin_forward(self, leases: Sequence[Lease]) -> None:
-        """Announce that the next forward pass is for `leases`: its layers then wait for the loads of these leases.
+        """Announce that the next forward pass is for `leases`. The layers of this pass then wait for the loads of these
+        leases.
 
-        Call it before each pass that reads KV, also between two passes of one lease, and read `lease.slots` after it:
-        `commit` may have replaced slots of the lease by those of another request, and a pass of other leases waits for
-        other loads. If a pass raised any error, release the leases of a hybrid model: their states may have advanced.
+        Call this method before each pass that reads KV, even between two passes of one lease, and read `lease.slots`
+        afterwards. `commit` may have replaced slots of the lease by slots of another request, and a pass of other
+        leases waits for other loads. If a pass raised any error, release the leases of a hybrid model, because the
+        states of these leases may have advanced.
         """
         loads = set[Load]()
         for lease in self._held(leases):
@@ -481,36 +498,36 @@ class CacheEngine:
 
     @running
     def backup(self, lease: Lease) -> None:
-        """Copy the committed pages to the host now, whatever the write policy says, and wait. For a request that is
-        preempted and will resume. Does nothing without a host tier, and copies no page for which the host has no
-        capacity."""
+        """Copy the committed pages of a lease to the host now, even if the write policy does not select them, and wait
+        for the copy. Call this method for a request that is preempted and will resume. This method does nothing without
+        a host tier, and copies no page for which the host has no capacity."""
         self._held((lease,))
         self._copies.backup_path(lease.node)
 
     @running
     def load_failed(self, lease: Lease) -> bool:
         """Return whether a load of the lease's prefix failed, so that the request must be released and acquired again.
-        Call it after a pass that raised `TransferError`. Waits for loads in flight."""
+        Call this method after a pass that raised `TransferError`. The method waits for loads in flight."""
         self._held((lease,))
         return self._copies.error_of(lease) is not None
 
-    @exclusive
+    @one_call_at_a_time
     def release(self, lease: Lease, *, continues: bool = False) -> None:
-        """End the lease of a finished or aborted request: unpin the prefix and free the other slots. Idempotent; works
-        on a closed engine. `continues`: the request will be admitted again, so its hints for the time after it
-        (`expected_uses`, `session_end`, `next_turn_within_s`) do not count yet.
+        """End the lease of a finished or aborted request: unlock the prefix and free the other slots. A second call
+        does nothing. The method also works on a closed engine. `continues`: the request will be admitted again, so its
+        hints (`expected_uses`, `session_end`, `next_turn_within_s`) do not take effect yet.
 
-        Raises `ForeignLease`. In a fork it does nothing.
+        Raises `ForeignLease`. In a fork, this method does nothing.
         """
         if isinstance(lease, Lease) and (lease.released or not self._owner.is_here):
             return
         self._held((lease,))
         self._release(lease, continues=continues)
 
-    @exclusive
+    @one_call_at_a_time
     def cancel(self, request_id: str) -> None:
-        """End the prefetch, the expectation and the lease of an aborted request, as far as it has them. In a fork it
-        does nothing."""
+        """End the prefetch, the expectation and the lease of an aborted request, if the request has them. In a fork,
+        this method does nothing."""
         request_id, lease = valid_request_id(request_id), self._leases.get(request_id)
         if not self._owner.is_here:
             return
@@ -524,11 +541,12 @@ class CacheEngine:
     @running
     def flush(self) -> None:
         """Wait until all copies and writes in flight have ended, and write to each store all pages of the host. Under
-        write policies that copy at eviction, write those of the device too. The write budget of a store does not delay
-        these writes. Pages that a store refused are retried.
+        write policies that copy at eviction, write the pages of the device too. The write budget of a store does not
+        delay these writes. Pages that a store refused are retried.
 
         Raises `NotStored` if a store still refuses pages. Raises `InvariantError` if a copy never ends: an exception
-        inside an earlier call, such as KeyboardInterrupt, may leave a copy counted as in flight. Close the engine then.
+        inside an earlier call, such as KeyboardInterrupt, may leave a copy counted as in flight. After an
+        `InvariantError`, close the engine.
         """
         error = flush(self._context, self._copies, self._writes, self._settle)
         if self._events is not None:
@@ -537,8 +555,8 @@ class CacheEngine:
             raise error
 
     def _settle(self) -> None:
-        """Write all pages of the host to the stores, and wait for all movements to end. Raises `InvariantError` if none
-        ends within twice the longest time a job may take."""
+        """Write all pages of the host to the stores, and wait for all movements to end. Raises `InvariantError` if no
+        movement ends within twice the longest time of a job."""
         for writes in self._writes:
             writes.drain()
         timeout_s = self._context.config.advanced.disk_io_timeout_s
@@ -557,7 +575,7 @@ class CacheEngine:
         """The parts of the engine, for tests and tools."""
         return Inspection(self._context, self._copies, self._writes, self._prefetcher)
 
-    @exclusive
+    @one_call_at_a_time
     def check(self) -> None:
         """Raise `InvariantError` with every violation of docs/invariants.md. For tests and idle engines."""
         self._prove()
@@ -573,15 +591,15 @@ class CacheEngine:
             raise NotRunning(self._why_not)
 
     def _refuse_second(self) -> None:
-        """Raise ConcurrentCall for a call during another call. In a fork do nothing: there the other call never
-        ends."""
+        """Raise ConcurrentCall for a call during another call. In a fork, do nothing, because the other call never ends
+        in the fork."""
         if self._owner.is_here:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise ConcurrentCall(f"thread {names.get(self._turn.thread, self._turn.thread)}")
 
     def _doubt(self, verb: str, error: BaseException) -> None:
-        """Check all accounts after a call of `verb` ended in an unexpected error, such as KeyboardInterrupt. If they do
-        not hold, refuse all calls except `release`, `cancel` and `close`."""
+        """Check all invariants after a call of `verb` ended in an unexpected error, such as KeyboardInterrupt. If an
+        invariant is violated, refuse all calls except `release`, `cancel` and `close`."""
         before, self._is_broken = (self._is_broken, self._why_not), True  # in case the check is interrupted too
         self._why_not = self._why_not or f"{error!r} left {verb}() half done; close the engine and build another"
         try:
@@ -595,7 +613,8 @@ class CacheEngine:
             self._is_broken, self._why_not = before
 
     def _held(self, leases: object) -> Sequence[Lease]:
-        """The leases, as a sequence. Raises `InvalidArgument`, `LeaseEnded` and `ForeignLease`."""
+        """Return `leases`, one lease or several, as a sequence. Raises `InvalidArgument`, `LeaseEnded` and
+        `ForeignLease` unless the engine holds all of them."""
         held = tuple(leases) if isinstance(leases, Iterable) else (leases,)
         for lease in held:
             if not isinstance(lease, Lease):
@@ -619,7 +638,7 @@ class CacheEngine:
             log.warning("closed while a copy was counted as in flight that never ends; was a call interrupted?")
 
     def _forget(self, request_id: str) -> None:
-        """End the expectation, the kept page keys and the prefetch of a request that waits no more."""
+        """End the expectation, the kept page keys and the prefetch of a request that no longer waits."""
         self._admit.forget(request_id)
         self._prompts.forget(request_id)
         if self._prefetcher:
@@ -633,7 +652,7 @@ class CacheEngine:
             self._end(lease, continues=continues)
 
     def _end(self, lease: Lease, *, continues: bool = False) -> None:
-        """End the lease even if an exception is raised here. If the accounts do not hold, free none of its slots."""
+        """End the lease even if this method raises. If the engine is broken, do not free the slots of the lease."""
         try:
             if self._is_broken:
                 lease.released = True
@@ -651,12 +670,13 @@ def abandon(
     stores: Sequence[StoreTier],
     events: EventPublisher | None,
 ) -> None:
-    """Stop the threads of an engine that was not closed, when it is collected or when the interpreter exits. Exit would
-    otherwise end them inside torch and abort the process. Takes at most `_EXIT_S`. In a fork: do nothing.
+    """Stop the threads of an engine that was not closed, when the engine is garbage collected or when the interpreter
+    exits. Otherwise the exit would end these threads inside torch and abort the process. Takes at most `_EXIT_S`. In a
+    fork, this function does nothing.
 
-    A daemon thread may be inside a call of the engine. That call ends first, at the latest with the copies that it
-    waits for, and no other call begins. If it does not end in time, the stores are not closed here: their processes end
-    when this process ends.
+    A daemon thread may be inside a call of the engine. This function waits for the end of that call, and no other call
+    begins. If the call does not end in time, the stores are not closed here: the processes of the stores end when this
+    process ends.
     """
     if not owner.is_here:
         return

@@ -1,5 +1,5 @@
 """Every error that hicache raises on purpose: one class for each cause. Each message names the setting that remedies
-it.
+the error.
 
 Stores add errors of their own in `hicache.storage.base`. This module imports no other module of hicache.
 """
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 
 class HiCacheError(Exception):
-    """Base of all errors of hicache and its stores. The command line prints it as one line and exits with status 2."""
+    """Base of all errors of hicache and its stores. The command line prints the error in one line and exits with status
+    2."""
 
 
 class ConfigError(HiCacheError, ValueError):
@@ -18,11 +19,11 @@ class ConfigError(HiCacheError, ValueError):
 
 
 class ShapeError(HiCacheError, ValueError):
-    """A tensor does not fit the pool that it is written to; the message names both shapes."""
+    """A tensor does not have the shape that a pool or an allocator needs; the message names both shapes."""
 
 
 class ResourceExhausted(HiCacheError, RuntimeError):
-    """The request does not fit now; the engine changed nothing. Retry after a release or a poll."""
+    """The request does not fit now. The engine gave it no slot, row or lease. Retry after a release or a poll."""
 
 
 def _until_copied(in_flight: int, what: str) -> str:
@@ -64,7 +65,7 @@ class OutOfStates(ResourceExhausted):
 
 
 class TransferBusy(ResourceExhausted):
-    """Too many loads are in flight for another one, or a load of this prefix has failed. Retry after a poll."""
+    """Too many loads are in flight to submit another load, or a load of this prefix has failed. Retry after a poll."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; poll and retry")
@@ -86,21 +87,22 @@ class InvalidTokens(HiCacheError, ValueError):
 
 
 class InvalidArgument(HiCacheError, ValueError):
-    """An argument has the wrong type or is out of range; the message names it and the accepted values."""
+    """An argument has the wrong type or is out of range; the message names the argument and the accepted values."""
 
 
 class TokensMismatch(HiCacheError, ValueError):
-    """The committed tokens do not begin with those of the lease; the message names the first difference."""
+    """The committed tokens do not begin with the tokens of the lease; the message names the first difference."""
 
     def __init__(self, request_id: str, position: int, given: int, held: int) -> None:
         super().__init__(
-            f"{request_id}: token {position} of the commit is {given}, that of the lease is {held}; "
+            f"{request_id}: token {position} of the commit is {given}, but token {position} of the lease is {held}; "
             f"commit a sequence that begins with the lease's prompt"
         )
 
 
 class LeaseEnded(HiCacheError, RuntimeError):
-    """The lease was released or its request cancelled. Its slots may belong to another request. Acquire again."""
+    """The lease was released, or its request was cancelled. The slots of the lease may belong to another request.
+    Acquire the request again."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"the lease of {request_id} was released or cancelled; nothing was changed")
@@ -126,7 +128,7 @@ class NotRunning(HiCacheError, RuntimeError):
 
 
 class ConcurrentCall(HiCacheError, RuntimeError):
-    """The engine was called during another call. Nothing was changed. Only one thread at a time may call it."""
+    """The engine was called during another call. Nothing was changed. Only one thread at a time may call an engine."""
 
     def __init__(self, thread: str) -> None:
         super().__init__(f"a call of {thread} is under way in this engine; call it from one thread at a time")
@@ -149,12 +151,13 @@ class NotStored(HiCacheError, RuntimeError):
 
 
 class PrefetchPending(ResourceExhausted):
-    """The prefetch of the request is in flight, and its mode waits for it. Retry after a poll."""
+    """The prefetch of the request is in flight, and the mode of the prefetch waits for its end. Retry after a poll."""
 
 
 class ExchangePending(ResourceExhausted):
-    """Pages must be evicted from the device for the request, and their copies to the host are in flight. Retry after a
-    poll."""
+    """The request needs pages or slots of the device whose copies to the host are in flight, or its staged load is in
+    progress. Under `exclusive`, evictions may have started, and the request's prefix may be locked until the request is
+    admitted or cancelled. Retry after a poll."""
 
 
 class TraceError(HiCacheError, ValueError):
@@ -186,11 +189,12 @@ class DoubleFree(HiCacheError, RuntimeError):
 
 
 class TransferError(HiCacheError, RuntimeError):
-    """A copy between tiers failed. The source is unchanged; the destination is never used."""
+    """A copy between tiers failed. The source is unchanged, and the engine never uses the bytes at the destination."""
 
 
 class CallbackFailed(HiCacheError, RuntimeError):
-    """A request's `on_token` raised. `__cause__` is that error. This request was ended; other requests continue."""
+    """The `on_token` callback of a request raised an error, which is `__cause__`. This request was ended; other
+    requests continue."""
 
     def __init__(self, request_id: str, cause: Exception) -> None:
         super().__init__(f"request {request_id}: its on_token raised {type(cause).__name__}: {cause}; it was ended")
@@ -202,12 +206,12 @@ class NoServer(HiCacheError, OSError):
 
     def __init__(self, server: str, reason: str) -> None:
         self.reason = f"no server at {server}: {reason}"
-        super().__init__(f"{self.reason}; give the address of 'hicache serve' or of a vLLM, like 127.0.0.1:8000")
+        super().__init__(f"{self.reason}; give the address of 'hicache serve', vLLM or SGLang, like 127.0.0.1:8000")
 
 
 class NotOurServer(HiCacheError, ValueError):
-    """The server at the given address is neither `hicache serve` nor vLLM."""
+    """The server at the given address is neither `hicache serve` nor vLLM nor SGLang."""
 
     def __init__(self, server: str, reason: str) -> None:
-        self.reason = f"{server} is neither hicache serve nor vLLM: {reason}"
-        super().__init__(f"{self.reason}; give the address of 'hicache serve' or of a vLLM, like 127.0.0.1:8000")
+        self.reason = f"{server} is neither hicache serve nor vLLM nor SGLang: {reason}"
+        super().__init__(f"{self.reason}; give the address of 'hicache serve', vLLM or SGLang, like 127.0.0.1:8000")

@@ -1,10 +1,10 @@
 """Layouts of pools and geometry of models: the bytes that a token, a device page or a request stores, as pure data.
 
 A device pool declares a `PoolLayout`. The host pool, the transfer engine, the page codec and the capacity computation
-read it. A page of `page_tokens` tokens on host and disk is one block, `[layer][buffer][row]`:
+read this layout. A page of `page_tokens` tokens on host and disk is one block, `[layer][buffer][row]`:
 
     layer l of a page   [layer_offset(l), layer_offset(l) + layer_bytes(l))         contiguous, for the copy engine
-    buffer b of it      the rows of `specs_of(l)[b]`, one per token or device page, after those of buffer b - 1
+    buffer b of layer l the rows of `specs_of(l)[b]`, one per token or device page, after the rows of buffer b - 1
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LayerKind = Literal["full", "window", "chunked", "recurrent", "hybrid", "statele
 class BufferSpec:
     """A kind of row that layers store.
 
-    `shape`: of one row, stored once for each token, device page or request (`per`). `layers`: global ids of the layers
-    that have this buffer.
+    `shape`: the shape of one row. `per`: whether a row is stored for each token, device page or request. `layers`:
+    global ids of the layers that have this buffer.
     """
 
     name: str
@@ -50,8 +50,8 @@ class BufferSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, page_tokens: int, device_page_size: int) -> int:
-        """Rows of one layer in a page of `page_tokens` tokens. Raises ConfigError unless the page consists of complete
-        device pages."""
+        """Return the number of rows of one layer in a page of `page_tokens` tokens. Raises ConfigError unless the page
+        consists of complete device pages."""
         if self.per == "token":
             return page_tokens
         if self.per == "page":
@@ -66,7 +66,7 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """All buffers of a pool, and the tokens of its device page."""
+    """All buffers of a pool. `device_page_size`: the number of tokens of a device page."""
 
     buffers: tuple[BufferSpec, ...]
     device_page_size: int
@@ -84,7 +84,7 @@ class PoolLayout:
         return tuple(spec for spec in self.buffers if layer in spec.layers)
 
     def spans_of(self, layer: int) -> tuple[int, ...]:
-        """For each buffer of a layer (a global id), the number of slots that share a row."""
+        """Return the number of slots that share a row, for each buffer of a layer (a global id)."""
         return tuple(self.device_page_size if spec.per == "page" else 1 for spec in self.specs_of(layer))
 
     def layer_bytes(self, layer: int, page_tokens: int) -> int:
@@ -92,7 +92,8 @@ class PoolLayout:
         return sum(s.rows(page_tokens, self.device_page_size) * s.row_bytes for s in self.specs_of(layer))
 
     def layer_offset(self, index: int, page_tokens: int) -> int:
-        """Byte offset of the `index`-th layer within a page. `index == num_layers` gives the end of the page."""
+        """Return the byte offset of the `index`-th layer within a page; the end of the page if `index` is
+        `num_layers`."""
         return sum(self.layer_bytes(layer, page_tokens) for layer in self.layers[:index])
 
     def page_bytes(self, page_tokens: int) -> int:
@@ -105,7 +106,7 @@ class PoolLayout:
         return math.ceil(sum(s.row_bytes * len(s.layers) * rate[s.per] for s in self.buffers))
 
     def digest(self) -> bytes:
-        """SHA-256 over everything that determines the meaning of a page's bytes."""
+        """Return SHA-256 over everything that determines the meaning of a page's bytes."""
         fields = [[s.name, str(s.dtype), list(s.shape), s.per, list(s.layers)] for s in self.buffers]
         paged = any(spec.per == "page" for spec in self.buffers)
         text = json.dumps({"buffers": fields, "device_page_size": self.device_page_size if paged else None})
@@ -164,13 +165,13 @@ class ModelGeometry:
 
     layer_kinds      one for each layer; () means full attention in every layer
     window           tokens that a window layer attends to, including the current one
-    dtype            of the stored rows; None: unknown
+    dtype            dtype of the stored rows; None: unknown
     latent           the latent row that replaces keys and values, in `head_dim` elements; `head_num` is 1
-    chunk            in chunked layers, tokens of [i * chunk, (i + 1) * chunk) attend only to each other; all are kept;
-    max_context_len  longest sequence; in a longer one the keys of all tokens would change; 0: no limit
+    chunk            in chunked layers, tokens of [i * chunk, (i + 1) * chunk) attend only to each other; all are kept
+    max_context_len  longest sequence; in a longer sequence, the keys of all tokens would change; 0: no limit
     swa_...          heads of window layers, if they differ from `head_num`, `head_dim`, `v_head_dim`
-    kv_sources       for each layer, the layer whose keys and values it reads: itself if it stores its own;
-                     () means that every layer stores its own
+    kv_sources       for each layer, the layer whose keys and values it reads: the layer itself if it stores keys and
+                     values; () means that every layer stores its own keys and values
 
     Raises ConfigError if the fields contradict each other.
     """

@@ -1,8 +1,9 @@
 """Metrics of an engine, cheap enough to stay enabled in every step.
 
 A `Counter` or `Histogram` belongs to one thread, which writes it without a lock or a name look-up. If several threads
-count the same event, each asks the registry for its own counter. `snapshot` adds these up, and reads the metrics that
-other objects keep. docs/metrics.md explains the names here and in Prometheus.
+count the same event, each asks the registry for its own counter. `Metrics.snapshot` adds up the counters of all
+threads, and reads the metrics that other objects keep. docs/metrics.md explains the names of metrics here and in
+Prometheus.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ Pressure = Literal["low", "medium", "high", "critical"]
 MetricType = Literal["counter", "gauge", "histogram"]
 
 BYTES_BOUNDS = tuple(float(4**k) for k in range(6, 19))
-"""Bounds from 4 KiB to 64 GiB, by factors of 4."""
+"""Bounds of histograms of bytes, from 4 KiB to 64 GiB, by factors of 4."""
 SECONDS_BOUNDS = tuple(1e-5 * 2**k for k in range(23))
-"""Bounds from 10 us to 42 s, by factors of 2."""
+"""Bounds of histograms of seconds, from 10 us to 42 s, by factors of 2."""
 AGE_BOUNDS = tuple(float(2**k) for k in range(18))
-"""Bounds from 1 s to 36 hours, by factors of 2."""
+"""Bounds of histograms of ages, from 1 s to 36 hours, by factors of 2."""
 _BOUNDS = {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS, "age_seconds": AGE_BOUNDS}
 
-# The accepted last words of a metric's name.
+# The name of every metric must end with one of these units.
 UNITS = (
     *("bytes_per_second", "tokens_per_second", "writes_per_day", "bytes", "age_seconds", "seconds", "ratio"),
     *("tokens", "pages", "states", "nodes", "runs", "windows", "blocks", "batches"),
@@ -38,7 +39,8 @@ _UNIT = re.compile(rf"[._]({'|'.join(UNITS)})$")
 
 
 class PoolStats(TypedDict):
-    """Occupancy of a pool. Tokens count complete pages; `utilization` is used over total tokens, in [0, 1]."""
+    """Occupancy of a pool. A used page counts as `page_size` used tokens. `utilization`: used tokens divided by total
+    tokens, in [0, 1]."""
 
     total_tokens: int
     used_tokens: int
@@ -48,7 +50,7 @@ class PoolStats(TypedDict):
 
 
 def pool_stats(total_tokens: int, available_tokens: int, page_size: int) -> PoolStats:
-    """The occupancy of a pool of `total_tokens`, which must be above 0."""
+    """Return the occupancy of a pool of `total_tokens` tokens. `total_tokens` must be above 0."""
     used = total_tokens - available_tokens
     return {
         "total_tokens": total_tokens,
@@ -70,9 +72,9 @@ def memory_pressure(utilization: float) -> Pressure:
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """The description of a metric. `unit`: one of `UNITS`, the last words of its name. A state is one of the numbers
-    listed in `help`, a flag 0 or 1, a ratio in [0, 1]. `family`, `labels`: name and labels of its series in Prometheus,
-    if several metrics share a family."""
+    """The description of a metric. `unit`: one of `UNITS`, with which the metric's name ends. The value of a state is
+    one of the numbers listed in `help`, that of a flag 0 or 1, that of a ratio in [0, 1]. `family`, `labels`: name and
+    labels of the metric in Prometheus, if several metrics share a family."""
 
     type: MetricType
     unit: str
@@ -83,8 +85,8 @@ class MetricInfo:
 
 @dataclass(frozen=True)
 class HistogramValue:
-    """A histogram at one time. `counts[i]`: observations in (bounds[i - 1], bounds[i]]; the last count: above all
-    bounds."""
+    """A histogram at one time. `counts[i]`: number of observations in (bounds[i - 1], bounds[i]]; the last count:
+    number of observations above all bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -109,9 +111,9 @@ class Counter:
 
 
 class Histogram:
-    """Observations of one thread, its owner, counted between fixed bounds.
+    """Counts the observations of one thread, its owner, in the intervals between fixed bounds.
 
-    Any thread may read `value`; the sum may then lack the last observation.
+    Any thread may read `value`. If a thread reads during an `observe`, the sum may lack this last observation.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -127,7 +129,8 @@ class Histogram:
             self._sum += value
 
     def add(self, counts: Iterable[int], total: float) -> None:
-        """Add many observations: their number by interval, as in `HistogramValue.counts`, and their sum."""
+        """Add many observations. `counts`: number of observations by interval, as in `HistogramValue.counts`. `total`:
+        sum of the observations."""
         self._counts = [old + new for old, new in zip(self._counts, counts, strict=True)]
         self._sum += total
 
@@ -144,7 +147,7 @@ class _Series:
 
     @property
     def is_read(self) -> bool:
-        """Return whether another object keeps the value, which `snapshot` reads from it."""
+        """Return whether another object keeps the value, and `snapshot` reads the value from this object."""
         return not (self.counters or self.histograms)
 
     @property
@@ -186,14 +189,15 @@ class Metrics:
         return histogram
 
     def movement(self, name: str, of_bytes: str, of_seconds: str, **labels: str) -> tuple[Histogram, Histogram]:
-        """Histograms of the bytes and the seconds of each copy between two tiers, with their help texts."""
+        """Return two histograms of copies between two tiers: bytes of each copy, and seconds of each copy. `of_bytes`,
+        `of_seconds`: help texts of these histograms."""
         return (
             self.histogram(f"{name}.bytes", of_bytes, "movement_bytes", **labels),
             self.histogram(f"{name}.seconds", of_seconds, "movement_seconds", **labels),
         )
 
     def gauge(self, name: str, help: str, read: Callable[[], float], family: str = "", **labels: str) -> None:
-        """Register a gauge. Each snapshot calls `read` in its thread and takes the returned value."""
+        """Register a gauge. Each call of `snapshot` gets the gauge's value by calling `read` on the same thread."""
         self.read_from({name: ("gauge", help)}, lambda: {name: read()}, {name: (family, labels)})
 
     def read_from(
@@ -203,7 +207,8 @@ class Metrics:
         families: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType({}),
     ) -> None:
         """Register counters and gauges that another object keeps. `metrics`: type and help text by name. `read`:
-        returns all their values by name. `families`: family and labels by name, for metrics that have a family."""
+        returns the values of all these metrics by name. `families`: family and labels by name, for metrics that have a
+        family."""
         for name, (type_, help) in metrics.items():
             if name in self._series:
                 raise ValueError(f"metric {name} is registered already")
@@ -224,7 +229,7 @@ class Metrics:
         return {name: series.info for name, series in sorted(self._series.copy().items())}
 
     def _owned(self, info: MetricInfo, name: str) -> _Series:
-        """Return the series of a metric whose values belong to threads."""
+        """Return the series of a metric that threads count with their own counters or histograms."""
         series = self._series.get(name)
         if series is None:
             series = self._series[name] = _Series(info)
@@ -234,7 +239,8 @@ class Metrics:
 
 
 def joined_help(members: Iterable[MetricInfo]) -> str:
-    """Return the help text of a family: that of its members. If they differ, each text with its labels."""
+    """Return the help text of a family. If its members have different help texts, return all of them, each with its
+    labels."""
     helps = {", ".join(info.labels.values()): info.help for info in members}
     if len({*helps.values()}) == 1:
         return next(iter(helps.values()))
@@ -242,7 +248,7 @@ def joined_help(members: Iterable[MetricInfo]) -> str:
 
 
 def flattened(values: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Each metric as one number; a histogram is replaced by the sum of its observations."""
+    """Return each metric as one number. The number of a histogram is the sum of its observations."""
     return {name: value.sum if isinstance(value, HistogramValue) else value for name, value in values.items()}
 
 

@@ -1,8 +1,8 @@
 """Releases of other packages with which hicache was tested.
 
-The requirements of the distribution have no upper bounds, because pip would replace a torch or a server that is
-installed. A part of hicache that depends on the release of a package checks it at run time, and `hicache doctor`
-reports all of them. Each server's plug-in has its own releases, in `hicache.integrations`.
+The requirements of the distribution have no upper bounds, because pip would enforce them by replacing an installed
+torch or server. A part of hicache that depends on the release of a package checks the release at run time. `hicache
+doctor` reports the releases of all these packages. `hicache.integrations` lists the tested releases of each server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Tested(NamedTuple):
-    """The first and the last tested release of a package; the last stands for all releases that begin with it."""
+    """The first and the last tested release of a package. `last="2.15"` includes 2.15.0, 2.15.1 and so on."""
 
     first: str
     last: str
@@ -38,5 +38,5 @@ TESTED: Mapping[str, Tested] = MappingProxyType(
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The release numbers of a version: (2, 13, 0) for "2.13.0+cpu" and "2.13.0rc1"."""
+    """Return the release numbers of a version: (2, 13, 0) for "2.13.0+cpu" and "2.13.0rc1"."""
     return tuple(int(part) for part in re.split(r"[^\d.]", version, maxsplit=1)[0].split(".") if part)

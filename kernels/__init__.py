@@ -1,9 +1,10 @@
-"""Device kernels, each with a torch twin that defines its result.
+"""Device kernels. Each kernel has a torch twin, which defines the kernel's result.
 
-One operation per file. The entry function takes `kernels`, "triton" or "torch", which its caller chose once for its
-device. Wrong arguments raise `ValueError`. Without Triton the modules import, and a launch raises `ImportError`.
+Each file has one operation. Its entry function takes `kernels`, "triton" or "torch", which the caller chooses once for
+its device. Wrong arguments raise `ValueError`. Without Triton the modules can be imported, but a launch raises
+`ImportError`.
 
-The names below are SGLang's names of the kernels; their launch parameters are described in our files.
+The names imported here are SGLang's names of the kernels. The files describe the kernels' launch parameters.
 """
 
 from hicache.kernels.alloc_decode import alloc_decode_kernel

@@ -1,8 +1,9 @@
-"""Rounding to narrow floats within kernels: in hardware where supported, else by integer arithmetic of equal result.
+"""Rounding to narrow floats within kernels, in hardware where this is supported, else by integer arithmetic with the
+same result.
 
-Triton converts to fp8 e4m3 only for devices that support it (compute capability 8.9 and later), and its interpreter
-neither carries out of the mantissa nor rounds to bfloat16. So every kernel that converts takes `NATIVE`, which
-`native_floats` chooses for a device; both variants round to nearest, ties to even, as torch does.
+Triton converts to fp8 e4m3 only for devices with compute capability 8.9 or later. Triton's interpreter rounds wrongly:
+it does not carry out of the mantissa, and does not round to bfloat16. So every kernel that converts takes `NATIVE`,
+which `native_floats` chooses for a device. Both variants round to nearest, ties to even, as torch does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from hicache.kernels._triton import jit, tl
 
 E4M3_MAX = 448.0
-# Lower bound of a row's largest magnitude when its scale is computed, so that no scale is zero or denormal.
+# A smaller maximum of a row counts as this magnitude, so that no scale is zero or denormal.
 MIN_MAGNITUDE = 2.0**-100
 
 
@@ -40,13 +41,13 @@ def scale_of(x, LIMIT: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def quick_division(x, divisor):
-    """Return `x / divisor`, float32, in a third of the instructions of a division, if many elements share their
-    divisor.
+    """Return `x / divisor`, float32. If many elements share a divisor, this takes a third of the instructions of a
+    division.
 
-    Computed by the reciprocal and one correction, whose residual is exact because of the fused multiply-add (Markstein,
-    "Computation of elementary functions on the IBM RISC System/6000 processor", 1990): correctly rounded for divisors
-    in (2**-100, 2**100) and |x| above 2**-100; smaller x may be off by one ulp, which no 8-bit format represents. NaN
-    stays NaN.
+    Multiplies by the reciprocal and corrects the quotient once. The residual for the correction is exact, because a
+    fused multiply-add computes it (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    processor", 1990). The result is correctly rounded for divisors in (2**-100, 2**100) and |x| above 2**-100. For
+    smaller x it may be off by one ulp, which no 8-bit format represents. NaN stays NaN.
     """
     inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), divisor)
     quotient = x * inverse
@@ -57,7 +58,8 @@ def quick_division(x, divisor):
 
 @jit
 def over_scale(x, scale, ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr):
-    """Return `x / scale[:, None]`, correctly rounded to 8 bits, for scales that `scale_of` returns."""
+    """Return `x / scale[:, None]` with enough precision for correct rounding to 8 bits. `scale`: a result of
+    `scale_of`."""
     divisor = tl.broadcast_to(scale[:, None], [ROWS, COLS])
     return quick_division(x, divisor) if NATIVE else tl.div_rn(x, divisor)
 

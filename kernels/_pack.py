@@ -1,7 +1,8 @@
-"""The kernels of `hicache.kernels.pack`, whose docstring has the format of a tile. One program handles one tile.
+"""The kernels of `hicache.kernels.pack`. The docstring of that module has the format of a tile. One program handles one
+tile.
 
-A tile has 16 parts: part i has the tokens 16 t + i, for all t. A word has two values, those of channels 2p and 2p + 1,
-in 16 bits each ("lanes"), so that one operation handles both.
+A tile has 16 parts: part i has the tokens 16 t + i, for all t. A word has the values of channels 2p and 2p + 1, each in
+one half of 16 bits (a "lane"), so that one operation handles both values.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _locate(
     tile = staging + page * page_stride + layer * layer_stride + tl.load(table + buffer)
     tile += block * tl.load(table + BUFFERS + buffer)
     limit = tl.load(table + 2 * BUFFERS + buffer)
-    # Tell the compiler the alignment of values that come from a table, because it cannot infer it.
+    # Tell the compiler the alignment of values from a table, which it cannot infer.
     return tl.multiple_of(pool, ALIGNED), tl.multiple_of(tile, ALIGNED), tl.multiple_of(limit, 16), page
 
 
@@ -65,7 +66,7 @@ def _rows(pool, slots, row_words, part, WIDTH: tl.constexpr, ROWS: tl.constexpr)
 
 @jit
 def _is_escape(codes, BITS: tl.constexpr):
-    # For four codes per lane: bit 4n is set if code n is an escape.
+    # Each lane has four codes. Return words in which bit 4n of a lane is set if code n is an escape.
     found = codes & (codes >> 1) & (codes >> 2)
     if BITS == 4:
         found &= codes >> 3
@@ -74,14 +75,14 @@ def _is_escape(codes, BITS: tl.constexpr):
 
 @jit
 def _escapes(codes0, codes1, codes2, codes3, BITS: tl.constexpr):
-    # Bit 4n + k of a lane is set if code n of `codes<k>` is an escape.
+    # Return words in which bit 4n + k of a lane is set if code n of `codes<k>` is an escape.
     low = _is_escape(codes0, BITS) | (_is_escape(codes1, BITS) << 1)
     return low | (_is_escape(codes2, BITS) << 2) | (_is_escape(codes3, BITS) << 3)
 
 
 @jit
 def _positions(escaped):
-    # Return the index in the list of the first escape of each lane, for both lanes, and the number of escapes.
+    # Return, for both lanes, the index of the lane's first escape in the list of escapes; and the number of escapes.
     size: tl.constexpr = escaped.shape[0] * escaped.shape[1]
     count = escaped - ((escaped >> 1) & 0x55555555)
     count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
@@ -94,7 +95,7 @@ def _positions(escaped):
 
 @jit
 def _fractions(even, odd):
-    # Combine signs and mantissas of two parts; those of the first part are in the low byte of each lane.
+    # Combine signs and mantissas of two parts. The part `even` is in the low byte of each lane.
     low = ((even >> 8) & 0x00800080) | (even & 0x007F007F)
     return low | (odd & 0x80008000) | ((odd & 0x007F007F) << 8)
 
@@ -224,8 +225,8 @@ def pack_kernel(
 
 @jit
 def _with_escapes(exponents, list, limit, escaped, first, second):
-    # Returns `exponents` with those of escapes replaced from the list, and the next index in the list for both lanes.
-    # `escaped`: the lowest bit of each lane is set if its value is an escape.
+    # Returns `exponents`, in which the exponents of escapes are replaced by those in `list`, and the next index in
+    # `list` for both lanes. `escaped`: the lowest bit of each lane is set if the lane's value is an escape.
     in_first, in_second = (escaped & 1).to(tl.int32), ((escaped >> 16) & 1).to(tl.int32)
     low = tl.load(list + first, mask=(in_first > 0) & (first < limit), other=0).to(tl.uint32)
     high = tl.load(list + second, mask=(in_second > 0) & (second < limit), other=0).to(tl.uint32)

@@ -1,4 +1,5 @@
-"""Tables with which the page-copy kernels find a pool's rows and their offsets within a host page.
+"""Tables in which the page-copy kernels look up the addresses of a pool's rows, and the offsets of these rows within a
+host page.
 
 A host page is `[layer][buffer][row]` bytes:
 
@@ -7,8 +8,8 @@ A host page is `[layer][buffer][row]` bytes:
     row i of it            row_b bytes: row slots[p*page_tokens + i*span_b] // span_b of the buffer
 
 `span_b` is the number of tokens that share a row: 1 for a row per slot, the device page size for a row per device page.
-Slots are given per token, so the pool's page size does not matter if all spans are 1; otherwise the slots of a host
-page are whole device pages, in slot order.
+Callers give one slot per token, so the pool's page size does not matter if all spans are 1. Otherwise the slots of a
+host page must form complete device pages, in the order of slots.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from hicache.kernels._triton import Kernels, check_kernels, widest_word
 
 @dataclass(frozen=True)
 class RowClass:
-    """Buffers with equal row size, row stride and span in layers of equal structure; they share a launch.
+    """Buffers with equal row size, row stride and span, in layers of equal structure. One launch copies all of them.
 
-    `table`, int64 on the device: row 0 has the byte offsets of the buffers within a layer of a page, row 1 + l the
-    addresses of layer l's buffers. `width`: bytes of the widest word that divides all of them and the sizes and
-    strides. `aligned_16`: whether all offsets, addresses, sizes and strides are multiples of 16 bytes.
+    `table`, int64 on the device: row 0 has the byte offsets of the buffers within a layer of a page, and row 1 + l has
+    the addresses of layer l's buffers. `width`: bytes of the widest word that divides all these offsets and addresses,
+    and the sizes and strides. `aligned_16`: whether all offsets, addresses, sizes and strides are multiples of 16
+    bytes.
     """
 
     row_bytes: int
@@ -41,7 +43,8 @@ class RowClass:
 
 @dataclass(frozen=True)
 class Segment:
-    """One buffer of one layer: its rows, their byte offset within that layer of a page, and their bytes in a page."""
+    """One buffer of one layer: the rows of the buffer, the byte offset of its rows within this layer of a page, and the
+    bytes of its rows in a page."""
 
     rows: torch.Tensor
     offset: int
@@ -59,8 +62,8 @@ class Segment:
 class PageTable:
     """The segments of host pages that a pool's buffers fill, and tables of the buffers' addresses for kernels.
 
-    Owns the tables; keeps the buffers alive. Immutable, so threads may share it. `uniform`: all layers have the same
-    structure; then `classes` has one list for all of them, else one for each layer.
+    Owns the tables, and keeps the buffers alive. Immutable, so threads may share it. `uniform`: whether all layers have
+    the same structure. If so, `classes` has one list for all layers, otherwise one list for each layer.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class PageTable:
         kernels: Kernels,
         spans: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Build the tables of a pool's buffers. The arguments are those of `PageMover`."""
+        """Build the tables of a pool's buffers. `PageMover` describes the arguments."""
         check_kernels(kernels)
         if page_tokens < 1 or not layer_buffers or not all(layer_buffers):
             raise ValueError(f"page_tokens={page_tokens} over {len(layer_buffers)} layers: each needs at least 1")
@@ -89,8 +92,8 @@ class PageTable:
         self.classes = self._build_classes() if kernels == "triton" else []
 
     def num_pages_of(self, slots: torch.Tensor) -> int:
-        """Return the number of pages of `slots`. Raises ValueError unless the slots are int64, contiguous, complete
-        pages, and on this device."""
+        """Return the number of pages of `slots`. Raises ValueError unless `slots` is a contiguous int64 tensor on the
+        pool's device with a multiple of `page_tokens` slots."""
         if slots.dtype != torch.int64 or slots.dim() != 1 or slots.numel() % self.page_tokens:
             raise ValueError(
                 f"slots {tuple(slots.shape)} of {slots.dtype}: need int64, one dimension, {self.page_tokens} a page"
@@ -121,7 +124,7 @@ class PageTable:
         for (row_bytes, row_stride, span), indices in members.items():
             offsets = [layers[0][i].offset for i in indices]
             table = [offsets] + [[segments[i].rows.data_ptr() for i in indices] for segments in layers]
-            # The stride between layers of a group is layer_bytes; a single layer has no stride.
+            # Several layers are layer_bytes apart in a page; a single layer has no stride.
             steps = [layer_bytes] if len(layers) > 1 else []
             entries = [n for row in table for n in row]
             classes.append(

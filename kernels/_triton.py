@@ -1,7 +1,7 @@
 """The only module that imports Triton, and helpers that all kernels share.
 
-`jit` and `tl` are Triton's if it is installed; otherwise they are stand-ins with which the modules import and a launch
-raises.
+If Triton is installed, `jit` and `tl` are those of Triton. Otherwise they are stand-ins: the modules of kernels can be
+imported, but a launch raises.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def check_kernels(kernels: str) -> None:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` current for launches. If it already is, do nothing, because checking is cheaper than switching."""
+    """Make `device` the current device for launches within the `with` block. Does nothing if it is already current,
+    because checking this is cheaper than switching."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()
     return torch.cuda.device(device)

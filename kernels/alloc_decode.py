@@ -1,11 +1,11 @@
 """Chooses one slot for each request of a decode batch from paged slots, in one launch.
 
-Request r has s = `seq_lens[r]` tokens, the new one included. With page size P, its slot is
+Request r has s = `seq_lens[r]` tokens, including its new token. With page size P, the slot of the new token is
 
     last_loc[r] + 1           where (s - 1) % P > 0: the last page of the request is not full
-    free_pages[rank]*P        where (s - 1) % P == 0: a new page; rank counts the earlier requests that need one
+    free_pages[rank]*P        where (s - 1) % P == 0: a new page; `rank` counts the earlier requests with a new page
 
-Only callers with SGLang's interface use it: an engine allocates slots request by request.
+Only callers with SGLang's interface use it, because hicache's engine allocates slots request by request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def alloc_decode_kernel(
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK
-    # The number of new pages for the requests in [0, first).
+    # Count the new pages of the requests in [0, first).
     taken = tl.zeros([], dtype=tl.int64)
     for start in range(0, first, BLOCK):
         earlier = tl.load(seq_lens + start + tl.arange(0, BLOCK)).to(tl.int64)
@@ -74,8 +74,8 @@ def alloc_decode(
 ) -> None:
     """Write one slot per request into `out_indices`, by the formula of the module.
 
-    The caller has checked that `free_pages` has enough pages. All tensors are integer and on one device, and
-    `free_pages` and `out_indices` contiguous.
+    The caller must check that `free_pages` has enough pages. All tensors must be integer and on one device;
+    `free_pages` and `out_indices` must be contiguous.
     """
     check_kernels(kernels)
     num_requests = seq_lens.numel()

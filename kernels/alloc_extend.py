@@ -1,15 +1,16 @@
 """Chooses slots for a batch of extends from paged slots, in one launch and without waiting for the device.
 
-Request r grows from p = `prefix_lens[r]` to s = `seq_lens[r]` tokens. With page size P, the positions that need a slot
-are
+Request r grows from p = `prefix_lens[r]` to s = `seq_lens[r]` tokens. With page size P, new slots are needed for the
+positions
 
     [p, min(s, ceil(p/P)*P))   the rest of the page that the prefix ends in: last_loc[r] + 1, + 2, ...
-    [ceil(p/P)*P, s)           new pages, the last of them perhaps in part: free_pages[first + n]*P + offset
+    [ceil(p/P)*P, s)           new pages, of which the last may be partial: free_pages[first + n]*P + offset
 
-where n counts new pages of the request and `first` those of all earlier requests. `out_indices` is the concatenation of
-the requests' slots. Contract: (last_loc + 1) % P == p % P, and last_loc = -1 without a prefix.
+where n is the index of a new page within the request, and `first` is the number of new pages of all earlier requests.
+`out_indices` is the concatenation of the new slots of all requests. Callers guarantee (last_loc + 1) % P == p % P, and
+last_loc = -1 for a request without a prefix.
 
-Only callers with SGLang's interface use it: an engine allocates slots request by request.
+Only callers with SGLang's interface use it, because hicache's engine allocates slots request by request.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ def alloc_extend(
 ) -> None:
     """Write the slots of a batch of extends into `out_indices`, by the formula of the module.
 
-    `max_new_tokens` bounds `seq_lens - prefix_lens` and comes from the lengths on the CPU. The caller has checked
-    that `free_pages` has enough pages. All tensors are integer and on one device, and `free_pages`
-    and `out_indices` contiguous.
+    `max_new_tokens`: upper bound of `seq_lens - prefix_lens`, which the caller computes from lengths on the CPU. The
+    caller must check that `free_pages` has enough pages. All tensors must be integer and on one device; `free_pages`
+    and `out_indices` must be contiguous.
     """
     check_kernels(kernels)
     num_requests = prefix_lens.numel()

@@ -3,9 +3,10 @@
     out[r] = req_to_token[req_pool_indices[r], prefix_lens[r] - 1]   where prefix_lens[r] > 0
     out[r] = -1                                                      else
 
-`req_to_token` is int32 `[rows, columns]`, the others integer `[requests]` on its device; `out` is int64 `[requests]`.
+`req_to_token` is int32 `[rows, columns]`. `req_pool_indices` and `prefix_lens` are integer `[requests]` on the same
+device. `out` is int64 `[requests]`.
 
-Only callers with SGLang's interface use it: a lease of an engine knows its last slot.
+Only callers with SGLang's interface use it, because a lease of hicache's engine stores its last slot.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def get_last_loc_triton(
 def last_loc(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, kernels: Kernels
 ) -> torch.Tensor:
-    """Return the slots, int64 `[requests]`, by the formula of the module. Raises ValueError if the counts of rows and
+    """Return the slots, int64 `[requests]`, by the formula of the module. Raises ValueError if the numbers of rows and
     lengths differ."""
     check_kernels(kernels)
     if req_pool_indices.numel() != prefix_lens.numel():

@@ -8,8 +8,8 @@ attention).
     buffer element   [0, rank) latent   [rank, rank + rope) rope
     split s of request b    tokens [s * share, min((s + 1) * share, seq_lens[b])), share a multiple of the token block
 
-Sums are float32. Two launches: the first attends within each split, the second merges the splits by the logarithms of
-their sums. Slots past the end of a sequence are not read.
+Sums are float32. There are two launches: the first computes attention within each split, and the second merges the
+splits by the logarithms of their softmax sums. Slots after the end of a sequence are not read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from hicache.kernels._triton import Kernels, cdiv, check_kernels, jit, power_of_two, tl
 
-_HEADS = 16  # heads per program: the smallest matrix product of the hardware
+_HEADS = 16  # heads per program, the minimum rows of a matrix product in hardware
 _MAX_SPLITS = 64
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_SM = 2
@@ -37,8 +37,8 @@ def _rows(start, inside, DIM: tl.constexpr, COLS: tl.constexpr, FACTOR: tl.const
 
 @jit
 def _attend(score, latent, top, total, acc, PRECISION: tl.constexpr):
-    """Process one block of tokens of the online softmax. The state consists of the highest score, the sum of weights,
-    and the sum of weighted rows of all blocks so far."""
+    """Add one block of tokens to an online softmax. `top`, `total`, `acc`: highest score, sum of weights, and sum of
+    weighted rows of all blocks so far."""
     higher = tl.maximum(top, tl.max(score, 1))
     weight, decay = tl.exp2(score - higher[:, None]), tl.exp2(top - higher)
     acc = acc * decay[:, None] + tl.dot(weight.to(latent.dtype), latent, input_precision=PRECISION)
@@ -68,8 +68,8 @@ def _split_kernel(  # noqa: PLR0917 - Triton binds constants by position
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # Program (b, g, s): heads [g*HEADS, (g+1)*HEADS) of request b over the tokens of split s.
-    # FACTOR: dtype of the factors of products. Triton's interpreter multiplies 16-bit floats as if they were integers.
+    # Program (b, g, s): heads [g*HEADS, (g+1)*HEADS) of request b over the tokens of split s. FACTOR: dtype of the
+    # factors of matrix products. It is float32 in Triton's interpreter, which would multiply 16-bit floats as integers.
     FACTOR: tl.constexpr = tl.float32 if WIDE else q_latent.dtype.element_ty
     b, s, num_splits = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -132,7 +132,7 @@ def latent_attention_naive(
     rank, max_len = q_latent.shape[2], max(seq_lens.tolist(), default=0)
     inside = torch.arange(max_len, device=buffer.device) < seq_lens[:, None]
     slots = req_to_token[rows.long(), :max_len].long().masked_fill(~inside, 0)
-    # Rows outside of the sequence are masked and not multiplied with 0, because their slots may contain NaN.
+    # Rows outside of the sequence are masked, because their slots may contain NaN, and NaN times a weight of 0 is NaN.
     stored = buffer[slots, 0].float().masked_fill(~inside[:, :, None], 0.0)
     query = torch.cat([q_latent, q_rope], dim=-1).float()
     scores = (query @ stored.transpose(1, 2) * scaling).masked_fill(~inside[:, None], -math.inf)
@@ -155,8 +155,9 @@ def latent_attention(
 
     `q_latent` `[batch, heads, rank]` and `q_rope` `[batch, heads, rope]` of one dtype; `buffer` `[slots, 1, rank +
     rope]`, a layer of a pool; `req_to_token` int32 `[requests, max_len]`; `rows` and `seq_lens` integers `[batch]`,
-    lengths at most max_len. `num_splits`: splits of each sequence; None chooses them only by the batch and max_len, so
-    that a CUDA graph can be replayed for any lengths. A ValueError names mismatching shapes.
+    lengths at most max_len. `num_splits`: number of splits of each sequence. None: it depends only on the batch size
+    and max_len, so that a CUDA graph can be replayed for any lengths. Raises ValueError with the shapes that do not
+    match.
     """
     check_kernels(kernels)
     _check(q_latent, q_rope, buffer, req_to_token, rows, seq_lens)
@@ -195,7 +196,7 @@ def latent_attention(
 
 
 def _num_splits(programs: int, max_len: int, device: torch.device) -> int:
-    """Return the number of splits of a sequence: enough to fill the device, and none for less than 128 tokens."""
+    """Return the number of splits of a sequence: enough to fill the device, but at most one for every 128 tokens."""
     on_cuda = device.type == "cuda"
     target_programs = (
         torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM if on_cuda else 1

@@ -1,13 +1,13 @@
-"""Copies and clears recurrent states, all layers and states of a call in one launch per tensor.
+"""Copies and clears recurrent states. A call needs one launch per tensor, for all layers and states.
 
 A state tensor is `[layers, slots, ...row]`, contiguous; a state is one row of each layer.
 
     copy    x[l, dst[i]] = x[l, src[i]]
     clear   x[l, slots[i]] = 0             for l in [0, layers), i in [0, states)
 
-Rows are copied in the widest word that divides their size and address, whatever their dtype. A copy reads and writes in
-one pass: no slot may be in `src` and, at another index, in `dst`. If `dst` names a slot twice (state 0, for padding),
-the slot then contains one of the rows or a mixture of them.
+Rows are copied in the widest word that divides their size and address, whatever their dtype. A copy does not read all
+rows before it writes, so no slot may be in `src` at one index and in `dst` at another index. If `dst` contains a slot
+twice (state 0, for padding), this slot then contains one of its rows or a mixture of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def clear_states_naive(tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> 
 def copy_states(tensors: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, kernels: Kernels) -> None:
     """Copy states `src` to `dst`, int32 or int64 `[states]`, in every tensor, by the formula of the module.
 
-    One launch per tensor, no wait for the device. A ValueError names shapes, dtypes or devices that do not match.
+    Does not wait for the device. Raises ValueError with the shapes, dtypes or devices that do not match.
     """
     check_kernels(kernels)
     _check(tensors, src, dst)
@@ -77,7 +77,7 @@ def copy_states(tensors: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.T
 
 
 def clear_states(tensors: Sequence[torch.Tensor], slots: torch.Tensor, kernels: Kernels) -> None:
-    """Fill states `slots`, int32 or int64 `[states]`, with zeros in every tensor. One launch per tensor, no wait."""
+    """Fill states `slots`, int32 or int64 `[states]`, with zeros in every tensor. Does not wait for the device."""
     check_kernels(kernels)
     _check(tensors, slots)
     if not slots.numel():
@@ -96,8 +96,8 @@ def clear_states(tensors: Sequence[torch.Tensor], slots: torch.Tensor, kernels: 
 
 
 def _as_words(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Return `x` as words that divide a row, the number of words in a row, and the number of words that a program
-    copies."""
+    """Return `x` viewed as words that divide a row, the number of words in a row, and the number of words that a
+    program copies."""
     row_bytes = x[0, 0].numel() * x.element_size()
     width = widest_word(row_bytes, x.data_ptr())
     row_words = row_bytes // width

@@ -1,13 +1,13 @@
-"""Stores and reads latent rows of multi-head latent attention: one row per token, in two parts, without and with
-position.
+"""Stores and reads latent rows of multi-head latent attention. A token's row has two parts: `nope` without and `rope`
+with position.
 
     set   buffer[loc[t]] = nope[t] | rope[t]
     get   nope[t] | rope[t] = buffer[loc[t]]          for t in [0, tokens)
 
     row, in elements   [0, rank) nope   [rank, rank + rope) rope   [rank + rope, ...) untouched
 
-Rows are copied in the widest word that divides their parts and addresses, whatever their dtype. If `loc` names a slot
-more than once (padding at slot 0), it gets one of the rows.
+Rows of any dtype are copied in the widest word that divides the sizes and addresses of both parts. If `loc` contains a
+slot more than once (padding at slot 0), this slot gets one of its rows.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def set_latent(
     nope: torch.Tensor, rope: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels
 ) -> None:
     """Store rows. `nope` `[tokens, (1,) rank]`, `rope` `[tokens, (1,) rope]`, `buffer` `[slots, (1,) >= rank + rope]`,
-    one dtype; `loc` int32 or int64 `[tokens]`. A ValueError names shapes or dtypes that do not match."""
+    one dtype; `loc` int32 or int64 `[tokens]`. Raises ValueError with the shapes or dtypes that do not match."""
     check_kernels(kernels)
     nope, rope, buffer = _rows(nope, "nope"), _rows(rope, "rope"), _rows(buffer, "buffer")
     _check(nope, rope, buffer, loc)

@@ -1,13 +1,14 @@
-"""Stores and reads index keys of sparse attention: fp8 keys and their scales, in one byte buffer with a row per page.
+"""Stores and reads index keys of sparse attention. One byte buffer, with a row for each page, has the fp8 keys and
+their scales.
 
     row of a page, uint8, P tokens   [0, 128*P)           key of token i at [128*i, 128*(i + 1)), fp8 e4m3
                                      [128*P, 132*P)       scale of token i, float32
 
     store      key(s) = k[t], scale(s) = a[t]                     for s = loc[t], page s // P, token s % P
-    quantise   a[t] = max(|x[t]|) / 448,  k[t] = e4m3(x[t] / a[t])  then store; a token's key is one block of 128
+    quantise   a[t] = max(|x[t]|) / 448,  k[t] = e4m3(x[t] / a[t])  then store; a key has 128 elements and one scale
     gather     out[t] = key (or scale) of token t % P of page pages[t // P]     for t in [0, tokens)
 
-Rounding is to nearest, ties to even. Format as in DeepSeek's sparse attention, block 128.
+Rounding is to nearest, ties to even. The format is that of DeepSeek's sparse attention with blocks of 128.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def _store_kernel(  # noqa: PLR0917 - Triton binds constants by position
     QUANTISE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    # Program b: tokens [b*TOKENS, (b+1)*TOKENS). `keys` and `scales` are one buffer, in bytes and in floats.
+    # Program b: tokens [b*TOKENS, (b+1)*TOKENS). `keys` and `scales` are the same buffer, viewed as bytes and as
+    # floats.
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     mask = t < num_tokens
     column = tl.arange(0, KEY)
@@ -82,7 +84,8 @@ def _gather_kernel(
     ITEM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    # Program b: tokens [b*TOKENS, (b+1)*TOKENS), each ITEM words, from word `start` of their page on.
+    # Program b: tokens [b*TOKENS, (b+1)*TOKENS). A token has ITEM words; the words of a page's tokens begin at word
+    # `start`.
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     mask = t < num_tokens
     column = tl.arange(0, ITEM)
@@ -147,7 +150,8 @@ def store_index_keys(
     kernels: Kernels,
 ) -> None:
     """Store quantised keys. `keys` uint8 or float8_e4m3fn `[tokens, 128]`, `scales` float32 `[tokens]` or `[tokens,
-    1]`, `buffer` uint8 `[pages, 132 * page_size]`, `loc` int32 or int64 `[tokens]`. Raises ValueError otherwise."""
+    1]`, `buffer` uint8 `[pages, 132 * page_size]`, `loc` int32 or int64 `[tokens]`. Raises ValueError for other shapes
+    or dtypes."""
     check_kernels(kernels)
     page_keys, page_scales = _parts(buffer, page_size)
     _check_keys(keys, loc)
@@ -169,8 +173,8 @@ def store_index_keys(
 def quantise_index_keys(
     x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, page_size: int, kernels: Kernels
 ) -> None:
-    """Quantise keys `x`, finite float `[tokens, 128]`, and store them in one launch. The other arguments are those of
-    `store_index_keys`."""
+    """Quantise keys `x`, finite float `[tokens, 128]`, and store them in one launch. `store_index_keys` describes the
+    other arguments."""
     check_kernels(kernels)
     _parts(buffer, page_size)
     _check_keys(x, loc)
@@ -189,7 +193,8 @@ def quantise_index_keys(
 def _gather(
     buffer: torch.Tensor, pages: torch.Tensor, num_tokens: int, page_size: int, start: int, item: int, kernels: Kernels
 ) -> torch.Tensor:
-    """Gather `item` bytes per token, from byte `start` of the token's page on: uint8 `[num_tokens, item]`."""
+    """Gather `item` bytes of each token, uint8 `[num_tokens, item]`. In a page, the bytes of its tokens begin at byte
+    `start`."""
     if pages.dim() != 1 or num_tokens > pages.numel() * page_size:
         raise ValueError(f"pages {tuple(pages.shape)} of {page_size} tokens hold no {num_tokens} tokens")
     if kernels == "torch":

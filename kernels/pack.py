@@ -1,22 +1,24 @@
-"""Packed pages: converts bf16 rows of a pool to and from tiles of 12.1 or about 11.4 bits a value, losslessly.
+"""Packs bfloat16 rows of a pool into tiles of 12.1 or about 11.4 bits per value, and unpacks them, without loss.
 
-Of the 8 bits of an exponent of keys and values, 2.4 to 2.7 are information. A tile is the tokens of a page x `w`
-channels of one buffer of one layer, `w` the largest power of two up to 128 that divides the channels. Token 16 t + i is
-row t of part i; R = tokens / 16 is the number of rows. A tile has these bytes; 16-bit numbers are little-endian:
+The 8 bits of an exponent of keys and values have 2.4 to 2.7 bits of information. A tile has all tokens of a page and
+`w` channels of one buffer of one layer; `w` is the largest power of two up to 128 that divides the channels. Token 16 t
++ i is row t of part i; R = tokens / 16 is the number of rows. A tile has these bytes; 16-bit numbers are little-endian:
 
     top       [w]           the largest exponent of each channel
-    escapes   [E]           exponents of the values that are too far below it, in the order of row, channel, part;
+    escapes   [E]           exponents too far below the top of their channel, in the order of row, channel, part;
                             unused bytes are undefined
     fraction  [8][R][w][2]  sign (bit 7) and mantissa (bits 6 to 0) of a value; byte j of [k] is of part 2k + j
     distance  [bits][R][w]  16 bits: bits 4n to 4n + 3 of [k] are the code of part 4k + n. With 3 bits a code, bit
                             4n + 3 of [k] is bit k of the code of part 12 + n
 
-A code is the distance of the value's exponent to the top of its channel, or 2^bits - 1 for an escape. So every pattern
-of 16 bits is restored: zeros, denormals, infinities, and NaNs with their payload. A tile has a fixed size: E is a share
-of its values, rounded up to 16 bytes. If more values escape, the tile does not fit and its bytes are undefined; the
-kernel counts this in `misfits`, and the caller keeps the page unpacked.
+The code of a value is the distance of its exponent to the top of its channel, or 2^bits - 1 for an escape, whose
+exponent is in `escapes`. So every pattern of 16 bits is restored: zeros, denormals, infinities, and NaNs with their
+payload. A tile has a fixed size: E is a fixed share of the tile's values, rounded up to 16 bytes. If a tile has more
+than E escapes, its bytes are undefined. The kernel counts such tiles in `misfits`, and the caller keeps their pages
+unpacked.
 
-A packed page is `[layer][buffer][tile]`, so a layer of a page is contiguous. docs/disk_format.md has the format too.
+A packed page is `[layer][buffer][tile]`, so a layer of a page is contiguous. docs/disk_format.md also describes the
+format.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from hicache.kernels._pages import PageTable
 from hicache.kernels._triton import Kernels, cdiv, on_device
 
 _WORD_BYTES = 4  # bytes of a word, which has two channels
-_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # at least 4 channels, so that each section of a tile starts at a word
+_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # with 4 or more channels, each section of a tile starts at a word
 _PARTS = 16  # number of parts into which a tile's tokens are divided
 _ROUND_BYTES = 16
 _WARPS = 4  # number of warps per program
@@ -69,9 +71,11 @@ class PackFormat:
 
 
 FOUR_BITS = PackFormat(4, (0.001,))
-"""Packs 1.318 times. Of real keys and values 1e-4 to 4e-4 escape, at most 1.4e-3 in a tile; 16 of 8192 values fit."""
+"""Pages are 1.318 times smaller. In real keys and values, 1e-4 to 4e-4 of all values are escapes, and at most 1.4e-3 in
+a tile. A tile of 8192 values has capacity for 16 escapes."""
 THREE_BITS = PackFormat(3, (0.03, 0.05))
-"""Packs 1.397 times; shares for keys, then values. Of real ones at most 0.026 and 0.045 of a tile escape."""
+"""Pages are 1.397 times smaller. The shares of escapes are for keys, then for values. In real tiles, at most 0.026 of
+the keys and 0.045 of the values are escapes."""
 
 
 def tile_channels(channels: int) -> int:
@@ -82,9 +86,9 @@ def tile_channels(channels: int) -> int:
 class PagePacker:
     """A `PageMover` whose staging rows, and therefore host pages, are packed.
 
-    All buffers of the pool have bfloat16 rows of equal size and stride, one row per token, of a multiple of 4 channels.
-    A page has 16 tokens or a higher power of two. Other pools raise ValueError. It has no state between calls, so
-    threads may share it.
+    All buffers of the pool must have bfloat16 rows of equal size and stride, one row per token, with a multiple of 4
+    channels. A page must have 16 tokens or a higher power of two. The constructor raises ValueError otherwise. A packer
+    has no state between calls, so threads may share it.
     """
 
     LEAST_TOKENS, LEAST_CHANNELS = _PARTS, _LEAST_CHANNELS
@@ -163,7 +167,8 @@ class PagePacker:
         self._move(slots, staging, first_layer, num_layers, misfits)
 
     def scatter(self, staging: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Write the rows at `slots` from staging, whose pages must fit. A slot named twice gets one of its rows."""
+        """Unpack pages from staging, which must have no misfits, to the rows at `slots`. A slot that occurs twice gets
+        one of its rows."""
         self._move(slots, staging, first_layer, num_layers, None)
 
     def _move(
@@ -293,7 +298,7 @@ def _by_part(values: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(parts: torch.Tensor, channels: int) -> torch.Tensor:
-    """The inverse of `_by_part`; the part may be split over several dimensions after the tiles."""
+    """Undo `_by_part`. The dimension of parts may be split into several dimensions."""
     by_row = parts.reshape(parts.shape[0], _PARTS, -1, channels).transpose(1, 2)
     return by_row.reshape(parts.shape[0], -1, channels)
 
@@ -304,5 +309,6 @@ def _shifts(device: torch.device) -> torch.Tensor:
 
 
 def _ends(tokens: int, channels: int, num_escapes: int) -> tuple[int, int, int]:
-    """Return the byte offsets of the ends of tops, escapes and fractions in a tile; distances follow."""
+    """Return the byte offsets at which the tops, escapes and fractions of a tile end. The distances follow the
+    fractions."""
     return channels, channels + num_escapes, channels + num_escapes + tokens * channels

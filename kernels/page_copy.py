@@ -1,8 +1,9 @@
 """Copies pages between the scattered rows of a device pool and a staging buffer in the order of host pages.
 
-For a group of layers, staging row p is those layers' part of host page p, `[layer][buffer][row]`; see `kernels._pages`
-for the order of its bytes. Rows are copied in the widest word that divides their sizes, strides and addresses. Buffers
-of equal row size and span share a launch; layers of different structure are launched separately.
+A copy handles a group of layers. Staging row p is the part of host page p that belongs to these layers,
+`[layer][buffer][row]`; see `kernels._pages` for the order of bytes. Rows are copied in the widest word that divides
+their sizes, strides and addresses. Buffers of equal row size and span share a launch, unless their layers differ in
+structure.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     # Row 0 of the table: byte offsets within a layer of a page. Row 1 + l: addresses of layer l's buffers.
     address = tl.load(table + (1 + first_layer + layer) * BUFFERS + buffer)
     pool = address.to(tl.pointer_type(staging.dtype.element_ty))
-    if ALIGNED_16:  # tells the compiler the alignment of addresses and strides, which it cannot infer
+    if ALIGNED_16:  # Tell the compiler the alignment of addresses and strides, which it cannot infer.
         pool = tl.multiple_of(pool, 16)
         page_stride, layer_stride = page_stride // 2 * 2, layer_stride // 2 * 2
     pool_row = pool + at[:, None] * row_stride + column[None, :]
@@ -77,9 +78,9 @@ def _word_of(staging: torch.Tensor) -> int:
 class PageMover:
     """Gathers pages from, and scatters them into, the buffers of one pool.
 
-    Owns the table of buffer addresses (`table`), and keeps the buffers alive. Layer l of a page is its bytes `[ends[l],
-    ends[l + 1])`. It has no state between calls, so threads may share it. Kernels run on the current stream of the
-    pool's device.
+    Owns the table of buffer addresses (`table`), and keeps the buffers alive. Layer l of a page has the page's bytes
+    `[ends[l], ends[l + 1])`. A mover has no state between calls, so threads may share it. Kernels run on the current
+    stream of the pool's device.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class PageMover:
         """Build the tables of a pool's buffers. `layer_buffers`: for each layer by dense index, its buffers `[num_rows,
         ...row]` with contiguous rows. `page_tokens`: tokens of a host page.
 
-        `spans`: for each buffer the number of tokens that share a row, a divisor of `page_tokens`; None: 1 for all.
+        `spans`: for each buffer the number of tokens that share a row, which must divide `page_tokens`. None means 1
+        for all buffers.
         """
         self.table = PageTable(layer_buffers, page_tokens, kernels, spans)
         self.page_tokens = page_tokens
@@ -109,8 +111,9 @@ class PageMover:
         return self.table.ends[end] - self.table.ends[first_layer]
 
     def compile(self) -> None:
-        """Compile the kernels for any number of pages, and for staging aligned to 16 bytes: for groups of any layers if
-        the layers are uniform, otherwise for each single layer. Writes the rows of slot 0 with their own bytes."""
+        """Compile the kernels for any number of pages, with staging aligned to 16 bytes. If all layers have the same
+        structure, the kernels serve groups of any layers, otherwise single layers. To compile, copies the rows of slot
+        0 to staging and back."""
         slots = torch.zeros(self.page_tokens, dtype=torch.int64, device=self.table.device)
         for layer in range(1 if self.uniform else self.num_layers):
             staging = torch.empty(1, self.group_bytes(layer, 1), dtype=torch.uint8, device=self.table.device)
@@ -122,7 +125,8 @@ class PageMover:
         self._move(slots, staging, first_layer, num_layers, gather=True)
 
     def scatter(self, staging: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Write the rows at `slots` from staging: the inverse of `gather`. A slot named twice gets one of its rows."""
+        """Write the rows at `slots` from staging, as the inverse of `gather`. A slot that occurs twice gets one of its
+        rows."""
         self._move(slots, staging, first_layer, num_layers, gather=False)
 
     def _move(
@@ -169,7 +173,7 @@ class PageMover:
                 at = slots if segment.span == 1 else slots[:: segment.span] // segment.span
                 if gather:
                     part.copy_(rows[at].view(num_pages, -1))
-                # numpy copies whole rows here; torch copies word by word, six times slower
+                # numpy copies complete rows, six times faster than torch, which copies words
                 elif rows.device.type == "cpu":
                     rows.numpy()[at.numpy()] = part.reshape(-1, segment.row_bytes // width).numpy()
                 else:

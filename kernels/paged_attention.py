@@ -22,7 +22,7 @@ def contiguous_to_paged(
     """Copy `[tokens, ...row]` to a zero-filled `[num_pages, page_size, ...row]`.
 
     `page_table`: integer `[pages]`, at least ceil(tokens / page_size) distinct page ids below `num_pages`. Raises
-    ValueError if it is shorter.
+    ValueError if it has fewer pages.
     """
     num_tokens = contiguous.shape[0]
     used = _pages_used(num_tokens, page_table, page_size)
@@ -34,8 +34,8 @@ def contiguous_to_paged(
 
 
 def paged_to_contiguous(paged: torch.Tensor, page_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Copy the first `num_tokens` tokens of `page_table` from `[num_pages, page_size, ...row]` to a contiguous tensor,
-    the inverse of `contiguous_to_paged`."""
+    """Copy the first `num_tokens` tokens of the pages `page_table` from `[num_pages, page_size, ...row]` to a
+    contiguous tensor. This is the inverse of `contiguous_to_paged`."""
     used = _pages_used(num_tokens, page_table, paged.shape[1])
     return paged[used].flatten(0, 1)[:num_tokens].clone()
 
@@ -48,13 +48,15 @@ def paged_attention_forward(
     context_lens: torch.Tensor,
     page_size: int,
 ) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(head_dim)) v over each request's own pages, causal: `[batch, seq_len, heads, v_dim]`.
+    """Return causal attention, softmax(q k^T / sqrt(head_dim)) v, of each request over its own pages: `[batch, seq_len,
+    heads, v_dim]`.
 
     `query [batch, seq_len, heads, head_dim]` holds the last `seq_len` tokens of each context; `key_cache [slots,
     kv_heads, head_dim]` and `value_cache [slots, kv_heads, v_dim]` are a layer of a pool; `block_tables [batch,
-    max_blocks]` holds page ids (any id past a context's end), `context_lens [batch]` tokens. Token t of request b is
-    at slot block_tables[b, t // page_size] * page_size + t % page_size. Head h reads kv head h * kv_heads // heads.
-    Computed in float32. If seq_len exceeds a context, the result of the queries before its start is zero.
+    max_blocks]` has page ids; after the end of a context, any id is allowed. `context_lens [batch]` has the tokens of
+    each context. Token t of request b is at slot block_tables[b, t // page_size] * page_size + t % page_size. Head h
+    reads kv head h * kv_heads // heads. The computation is in float32. If seq_len exceeds the length of a context, the
+    result of queries before the context's start is zero.
     """
     batch, seq_len, heads, head_dim = query.shape
     kv_heads = key_cache.shape[1]
@@ -80,7 +82,7 @@ def paged_attention_forward(
     query_position = lens - seq_len + torch.arange(seq_len, device=query.device)
     seen = (position[None, None, :] <= query_position[:, :, None])[:, None, None]
     weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0.0)
-    # Values outside of the context are masked and not multiplied with 0, because their slots may contain NaN.
+    # Values outside of the context are masked, because their slots may contain NaN, and NaN times a weight of 0 is NaN.
     inside = (position < lens)[:, None, None, :, None]
     out = weights @ v.masked_fill(~inside, 0.0)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, seq_len, heads, -1).to(query.dtype)

@@ -1,4 +1,4 @@
-"""Causal attention over the slots of a pool: keys and values are read from the pool, with or without a cached prefix.
+"""Causal attention that reads all keys and values from the slots of a pool, with or without a cached prefix.
 
     sequence s has `lengths[s]` tokens; the last n_s = query_starts[s + 1] - query_starts[s] of them are queries
     query t of s is at position p = lengths[s] - n_s + t; it sees the keys at [0, p], with a window those at
@@ -8,10 +8,10 @@
     score = scale * (q . k_j), with a soft cap c * tanh(score / c)
     out   = sum_j softmax(score)_j v_j, where a sink adds exp(sink) to the denominator of the softmax
 
-One program computes BLOCK_ROWS rows, the query heads of one key head for successive tokens, over one split of the keys
-that these rows see. Row r of a sequence is token r // group, head r % group of the key head's group. A second kernel
-merges the splits by their log-sum-exps. Several splits are used in passes with few rows, as in decoding; their number
-is fixed at the launch, so that a CUDA graph serves every length.
+One program computes BLOCK_ROWS rows over one split of the keys that these rows see. The rows are the query heads of one
+key head, for successive tokens. Row r of a sequence is token r // group, head r % group of the key head's group. A
+second kernel merges the splits by their log-sum-exps. Passes with few rows, as in decoding, use several splits. The
+number of splits does not depend on lengths, so that a CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _LOG2E = 1.4426950408889634
 class PoolQueries:
     """The sequences of one pass, in the order of their queries.
 
-    table          int32 [requests, max_len]   slot of each token of each request
-    rows           int32 [S]                   row of each sequence in `table`
-    query_starts   int32 [S + 1]               sequence s has the queries [query_starts[s], query_starts[s + 1])
-    lengths        int32 [S]                   tokens of each sequence, its queries included
-    max_queries    the maximum number of queries of a sequence
-    num_splits     parts into which the keys of each row are split
+    table          int32 [requests, max_len]   slot of each token of each request rows           int32 [S]
+    row of each sequence in `table` query_starts   int32 [S + 1]               sequence s has the queries
+    [query_starts[s], query_starts[s + 1]) lengths        int32 [S]                   tokens of each sequence, including
+    its queries max_queries    the maximum number of queries of a sequence num_splits     parts into which the keys of
+    each row are split
     """
 
     table: torch.Tensor
@@ -48,9 +47,9 @@ class PoolQueries:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """The mask and the scores of a layer. `scale`: factor of the dot products. `window`: number of keys that a query
-    sees, including its own; 0: all keys. `softcap`: limit of the scores; 0: no limit. `sinks`: logit of the sink of
-    each query head, [query heads]; None: no sinks. `chunk`: a query sees only keys of its own chunk of `chunk`
+    """The parameters of a layer's mask and scores. `scale`: factor of the dot products. `window`: number of keys that a
+    query sees, including its own; 0: all keys. `softcap`: limit of the scores; 0: no limit. `sinks`: logit of the sink
+    of each query head, [query heads]; None: no sinks. `chunk`: a query sees only keys of its own chunk of `chunk`
     positions; 0: all keys. A layer has a window or chunks, not both."""
 
     scale: float
@@ -72,8 +71,8 @@ def pool_attention(
     """Return the attention of `query` [N, heads, dim] over keys [slots, kv_heads, dim] and values [slots, kv_heads,
     v_dim].
 
-    `slot_map`: int64 [slots], from the slots of the table to those of the buffers. Returns [N, heads, v_dim] in the
-    dtype of `query`, contiguous. Scores are computed in float32.
+    `slot_map`: int64 [slots], maps slots in the table to slots of the buffers. Returns [N, heads, v_dim] in the dtype
+    of `query`, contiguous. Scores are computed in float32.
     """
     check_kernels(kernels)
     if query.shape[1] % key_buffer.shape[1]:
@@ -83,9 +82,9 @@ def pool_attention(
 
 
 def num_splits(num_tiles: int, device: torch.device, *, decoding: bool) -> int:
-    """Return the number of splits with which `num_tiles` programs fill the device: a power of two, 1 on the CPU.
+    """Return the number of splits, a power of two, with which `num_tiles` tiles fill the device; 1 on the CPU.
 
-    `decoding`: the tiles have few rows, and four of them fit a multiprocessor; otherwise two fit.
+    `decoding`: whether the tiles have few rows, so that four of them fit in a multiprocessor instead of two.
     """
     if device.type != "cuda":
         return 1
@@ -128,7 +127,7 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
             seen = seen & (keys[None, :] >= positions[:, None] // bound * bound)
         score = tl.where(seen, score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, 1))
-    # A row that has seen no key yet has -inf as its highest score, and no sums to rescale.
+    # A row that has seen no key yet has the highest score -inf, and its sums are 0, so the base does not matter.
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     weight = tl.exp2(score - base[:, None])
     shrink = tl.exp2(highest - base)
@@ -148,8 +147,8 @@ def _keys_of_split(
     before, num_queries, first_row, split, bound,
     GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    # The keys that any row of the tile sees are [low, high). This split has [start, end) of them, of which every row
-    # sees [start, common).
+    # At least one row of the tile sees each key in [low, high). This split works on the keys [start, end). Every row
+    # sees the keys [start, common).
     first_token = first_row // GROUP
     high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
     low = 0
@@ -171,7 +170,7 @@ def _store_rows(  # noqa: PLR0917 - Triton binds constants by position
     acc, highest, total, token, head, in_rows, split, out, partial, log_sums, sinks,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    # The token and the head of each row in the pass.
+    # Store the result of each row at its token and head in the pass.
     column = tl.arange(0, BLOCK_DV)
     row = token.to(tl.int64) * HEADS + head
     mask = in_rows[:, None] & (column < DV)[None, :]
@@ -244,8 +243,7 @@ def _merge_kernel(
     partial, log_sums, out, sinks,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    # Program (token, head) computes the sum of the splits' outputs, each weighted by its share of the softmax's
-    # denominator.
+    # Program (token, head) sums the outputs of all splits, weighted by each split's share of the softmax's denominator.
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DV)
     log_sum = tl.load(log_sums + row * SPLITS + split)

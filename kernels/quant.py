@@ -1,11 +1,12 @@
-"""Stores and reads keys and values in 8 bits, with a float32 scale per token and head that is computed when the token
+"""Stores and reads keys and values in 8 bits. Each token and head has a float32 scale, which is computed when the token
 is stored.
 
     quantise     a = max(|x[t, h]|) / L,  scale[s, h] = a,  data[s, h] = round(x[t, h] / a)       for s = loc[t]
     dequantise   out[t, h] = data[s, h] * scale[s, h]                      for s = loc[t], or s = t without loc
 
 L is 127 for int8 and 448 for fp8 e4m3, which is stored as uint8. Rounding is to nearest, ties to even, and each step is
-float32, so the kernels equal their twins bit by bit. Keys and values share a launch.
+computed in float32. So the results of the kernels and of their torch twins are bitwise equal. One launch handles keys
+and values.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _quantise_rows(  # noqa: PLR0917 - Triton binds constants by position
     if FP8:
         tl.store(target, to_e4m3(value, NATIVE), mask=inside)
     else:
-        # At 1.5 * 2**23, the last bit of a float32 has the value 1: adding this number rounds, and the last byte is the
-        # integer.
+        # At 1.5 * 2**23, the last bit of a float32 has the value 1. So adding this number rounds to an integer, which
+        # is in the last byte.
         tl.store(target, (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), mask=inside)
     tl.store(scales + row, scale, mask=mask)
 
@@ -200,8 +201,8 @@ def quantise_kv(
 ) -> None:
     """Quantise keys and values, and store them at the slots `loc`. `k`, `v`: finite floats `[tokens, heads, dim]`, rows
     contiguous, of one dtype; `data`: int8 or uint8 (fp8) `[slots, heads, dim]` of keys and of values, `scales`: float32
-    `[slots, heads]` of each; `loc` int32 or int64 `[tokens]`. Dims may differ. A ValueError names what does not
-    match."""
+    `[slots, heads]` of each; `loc` int32 or int64 `[tokens]`. Keys and values may differ in dim. Raises ValueError with
+    the argument that does not match."""
     check_kernels(kernels)
     _check(data, scales)
     for x, values, name in ((k, data[0], "k"), (v, data[1], "v")):
@@ -238,7 +239,8 @@ def dequantise_kv(
     dtype: torch.dtype,
     kernels: Kernels,
 ) -> list[torch.Tensor]:
-    """Dequantise one tensor or two of `quantise_kv` into new tensors of `dtype`, `[tokens, heads, dim]` each.
+    """Dequantise one or two tensors that `quantise_kv` has stored into new tensors of `dtype`, `[tokens, heads, dim]`
+    each.
 
     `loc` int32 or int64 `[tokens]`; None: all slots in order."""
     check_kernels(kernels)

@@ -1,11 +1,12 @@
-"""Stores rows in a layer's key and value buffers in one launch, optionally divided by a scale and converted.
+"""Stores rows in a layer's key and value buffers in one launch. Rows may be divided by a scale and converted to another
+dtype.
 
     k_buffer[loc[t]] = cast(k[t] / k_scale)    v_buffer[loc[t]] = cast(v[t] / v_scale)    for t in [0, tokens)
 
-Without scales and with equal dtypes, rows are copied in the widest word that divides their sizes and addresses. Else
-each element is converted to float32, divided with correct rounding, clamped to the range of fp8 if that is the buffer's
-dtype (448 for e4m3fn, 57344 for e5m2; NaN stays NaN), and rounded once, ties to even. Inputs are not modified. If `loc`
-names a slot more than once (padding at slot 0), it gets one of the rows.
+Without scales and with equal dtypes, rows are copied in the widest word that divides their sizes and addresses.
+Otherwise each element is converted to float32 and divided with correct rounding. For an fp8 buffer it is then clamped
+to the range of fp8 (448 for e4m3fn, 57344 for e5m2; NaN stays NaN). At the end it is rounded once, ties to even. Inputs
+are not modified. If `loc` contains a slot more than once (padding at slot 0), this slot gets one of its rows.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ def _bounded(x, LIMIT: tl.constexpr):
 
 @jit
 def _or_nan(x, narrow):
-    """Return the fp8 bytes `narrow`, but NaN where `x` is NaN. (Hardware conversion itself keeps NaN and clamps.)"""
+    """Return the fp8 bytes `narrow`, with NaN where `x` is NaN. Conversion in hardware does not need this function,
+    because it keeps NaN."""
     return tl.where(x == x, narrow, 0x7F).to(tl.uint8)  # noqa: PLR0124
 
 
 @jit
 def _divided(x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Return `x / scale` in float32, correctly rounded as far as the buffer's format can represent it."""
+    """Return `x / scale` in float32 with enough precision for correct rounding to the buffer's format."""
     divisor = tl.full(x.shape, scale, tl.float32)
     if NATIVE and FORMAT != "":
         if (scale > 2.0**-100) & (scale < 2.0**100):  # noqa: SIM108 - all threads take the same branch
@@ -85,8 +87,8 @@ def _store_rows(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """`target[slot] = cast(source[t] / scale)`. If FORMAT is an fp8 format, `target` has bytes. If FORMAT is "words",
-    source and target have words, which are copied."""
+    """Store `target[slot] = cast(source[t] / scale)`. If FORMAT is an fp8 format, `target` is a pointer to bytes. If
+    FORMAT is "words", source and target are pointers to words, which are copied."""
     for start in tl.static_range(0, ROW, COLS):
         column = start + tl.arange(0, COLS)
         inside = mask[:, None] & (column < ROW)[None, :]
@@ -168,8 +170,8 @@ def _launch(
     parts: range,
     form: str,
 ) -> None:
-    """Launch the kernel over `parts`: one or two pairs of rows `[n, row]` and their buffer. `form`: FORMAT of
-    `_store_rows`."""
+    """Launch the kernel for `parts`, which are indices of `rows`, each `[n, row]`, and of their `buffers`. `form`:
+    FORMAT of `_store_rows`."""
     per_program = _WORDS_PER_PROGRAM if form == "words" else _VALUES_PER_PROGRAM
     cols = min(power_of_two(max(x.shape[1] for x in rows)), per_program)
     tokens = max(1, min(16, per_program // cols))
@@ -231,8 +233,8 @@ def cast_rows(x: torch.Tensor, dtype: torch.dtype, scale: Scale) -> torch.Tensor
     """Return `cast(x / scale)` in `dtype` as a new tensor: the torch twin of the conversion."""
     y = x.to(torch.float32)
     if scale is not None:
-        # The divisor is a tensor of one dimension: if it were a number, torch would multiply with its inverse, which
-        # rounds differently.
+        # The divisor is a tensor of one dimension. With a number, torch would multiply by the inverse, which rounds
+        # differently.
         one = scale.view(1) if isinstance(scale, torch.Tensor) else torch.full((1,), scale, device=x.device)
         y = y / one.to(torch.float32)
     if dtype in _LIMITS:
@@ -248,7 +250,7 @@ def _store(
     kernels: Kernels,
     parts: range,
 ) -> None:
-    """Store `parts`: one or two pairs of rows and their buffer."""
+    """Store the rows of `parts`, which are indices of `rows` and of their `buffers`."""
     if not loc.numel():
         return
     same = all(x.dtype == buffer.dtype for x, buffer in zip(rows, buffers, strict=True))
@@ -271,7 +273,7 @@ def _store(
 
 
 def store_rows(x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels, scale: Scale = None) -> None:
-    """Store `buffer[loc[t]] = cast(x[t] / scale)`; the arguments are those of `store_kv`."""
+    """Store `buffer[loc[t]] = cast(x[t] / scale)`. `store_kv` describes the arguments."""
     check_kernels(kernels)
     _check(x, buffer, scale, loc, "x")
     _store([x], [buffer], [scale], loc, kernels, range(1))
@@ -289,11 +291,11 @@ def store_kv(
     only: Literal["k", "v"] | None = None,
 ) -> None:
     """Store keys and values of `tokens` slots. `k`, `v`: `[tokens, ...row]`; buffers: `[slots, ...row]`, both of one
-    dtype; `loc` int32 or int64 `[tokens]`. Rows of k and v may differ in size. With a scale (a number, or a tensor of
-    one element on the device), or where dtypes differ, rows are float32, bfloat16 or float16, and buffers those or fp8.
-    With `only`, only the keys or only the values are stored, by the same compiled kernel. Therefore, after a step that
-    stored both, a CUDA graph may be captured in which keys and values are stored on two streams. A ValueError names
-    shapes, dtypes or devices that do not match."""
+    dtype; `loc` int32 or int64 `[tokens]`. Rows of k and v may differ in size. A scale is a number, or a tensor of one
+    element on the device. With a scale, or if rows and buffers differ in dtype, rows must be float32, bfloat16 or
+    float16, and buffers one of these or fp8. `only`: store only the keys or only the values, with the same compiled
+    kernel. So after a step that stored both, a CUDA graph can be captured that stores keys and values on two streams.
+    Raises ValueError with the shapes, dtypes or devices that do not match."""
     check_kernels(kernels)
     _check(k, k_buffer, k_scale, loc, "k")
     _check(v, v_buffer, v_scale, loc, "v")

@@ -1,10 +1,10 @@
 """Translates full slots to window slots in one launch.
 
-    out[t] = loc[t]            where loc[t] < 0: no slot, as the -1 of an empty prefix
+    out[t] = loc[t]            where loc[t] < 0, which is no slot, such as -1 for an empty prefix
     out[t] = mapping[loc[t]]   where 0 <= loc[t] < slots
-    out[t] = 0                 where loc[t] >= slots: slot 0, for padding
+    out[t] = 0                 where loc[t] >= slots; slot 0 is for padding
 
-for t in [0, tokens). `mapping` is int64 `[slots]`, and 0 for unmapped slots.
+for t in [0, tokens). `mapping` is int64 `[slots]`, with 0 for unmapped slots.
 """
 
 from __future__ import annotations

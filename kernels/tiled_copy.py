@@ -2,16 +2,17 @@
 
     buffer[target[i]] = buffer[source[i]]    for every buffer, i in [0, n)
 
-The result is as if all rows were read before any is written. Targets are distinct. Two kernels, chosen by n:
+The result is as if all rows were read before any row is written. Targets are distinct. The number n of rows decides
+between two methods:
 
-    few     one launch. A program loads one tile (some columns of one buffer) of all n rows into registers, synchronises
+    few     One launch. A program loads one tile (some columns of one buffer) of all n rows into registers, synchronises
             its threads, and stores the tile. No other program accesses that tile.
-    many    a row is at risk if its source is another row's target. `_mark` writes i at every target; `_save` copies the
+    many    A row is at risk if its source is another row's target. `_mark` writes i at every target; `_save` copies the
             rows at risk, usually none, to staging; `_copy` then reads each row from the pool or from staging. Buffers
             are processed in groups that limit the staging size, usually in a single group.
 
-The table of addresses, row sizes and strides is on the device, so buffers may differ in row size. All addressing is
-int64, in the widest word that divides all rows.
+A table on the device has the addresses, row sizes and strides of the buffers, which may differ in row size. Offsets are
+int64, and count the widest words that divide all rows.
 
 Only callers with SGLang's interface use it, through `move_kv_cache`.
 """
@@ -28,12 +29,12 @@ FEW_BYTES = 64 << 10  # maximum bytes of the rows of one program: 32 registers p
 STAGING_BYTES = 128 << 20
 _WORDS_PER_PROGRAM = 2048
 _MAX_COLS = 256
-SCAN_ROWS = 256  # rows that a program scans for rows at risk; few programs save rows, because usually none is at risk
+SCAN_ROWS = 256  # rows that a program scans for rows at risk, many because usually no row is at risk
 _SAVE_SPLITS = 64  # maximum number of programs that share the buffers of a scanned block
 
 
 def tile_bytes_for(stride_bytes: int) -> int:
-    """Return the bytes of a row in a tile of the kernel for few rows: more for wide rows."""
+    """Return the bytes of each row in a tile of the kernel for few rows. Wide rows have more bytes in a tile."""
     if stride_bytes >= 8192:
         return 512
     return 256 if stride_bytes >= 4096 else 128
@@ -43,7 +44,7 @@ def tile_bytes_for(stride_bytes: int) -> int:
 def _buffer(word, table, index, ALIGN: tl.constexpr):
     """Return start, row size and slot stride, in words, of buffer `index`.
 
-    The table has all three in units of ALIGN words: this factor lets the compiler merge loads.
+    The table has these numbers in units of ALIGN words, because this factor lets the compiler merge loads.
     """
     word_bytes: tl.constexpr = word.dtype.element_ty.primitive_bitwidth // 8
     address = tl.load(table + index * 3) * (ALIGN * word_bytes)
@@ -55,7 +56,8 @@ def _buffer(word, table, index, ALIGN: tl.constexpr):
 
 @jit
 def _at_risk(stamps, i, slot, mask, generation):
-    """Return whether the source slot of row i is written by another row of this move, whose stamp has `generation`."""
+    """Return whether another row of this move, which left a stamp with `generation`, writes to the source slot of row
+    i."""
     stamp = tl.load(stamps + slot, mask=mask, other=0)
     return mask & ((stamp >> 32) == generation) & ((stamp & 0x7FFFFFFF) != i)
 
@@ -101,8 +103,9 @@ def _save_kernel(
     COLS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    # Program (b, s) of S: rows [b*SCAN, (b+1)*SCAN) at risk, buffers first + s, first + s + S, ... of the group. The
-    # first of them writes to `found` where each row is read later: its slot, or -1 if it was saved.
+    # Program (b, s) of S saves the rows at risk in [b*SCAN, (b+1)*SCAN), for the buffers first + s, first + s + S, ...
+    # of the group. Program (b, 0) writes to `found` where `_copy` reads each row: the slot of the row, or -1 if the row
+    # was saved.
     block = tl.program_id(0).to(tl.int64) * SCAN
     i = block + tl.arange(0, SCAN)
     old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
@@ -146,8 +149,8 @@ def _copy_kernel(
     new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
     inside = (i < num_rows)[:, None] & (column < row)[None, :]
     word_bytes: tl.constexpr = staging.dtype.element_ty.primitive_bitwidth // 8
-    # Choose the address first, then load once: this takes half the registers of loading from both addresses and
-    # choosing.
+    # Choose the address first, then load once. This takes half of the registers that loading from both addresses and
+    # choosing afterwards would take.
     row_at = tl.where(old < 0, staging + (member * num_rows + i) * WIDEST, start + old * stride)
     row_at = tl.multiple_of(row_at, ALIGN * word_bytes)
     words = tl.load(row_at[:, None] + column[None, :], mask=inside)
@@ -157,13 +160,14 @@ def _copy_kernel(
 class TiledCopy:
     """Moves rows between slots of one pool, in all buffers of the pool with one call.
 
-    Owns the address table and an int64 stamp per slot; keeps the buffers alive. One thread at a time. Kernels run on
-    the current stream of the buffers' device, and the host never waits.
+    Owns the address table and an int64 stamp per slot, and keeps the buffers alive. Only one thread at a time may call
+    it. Kernels run on the current stream of the buffers' device, and the host never waits.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], kernels: Kernels, tile_bytes: int | None = None) -> None:
         """Build the table of addresses of `buffers`, each `[slots, ...row]` with contiguous rows and the same number of
-        slots. `tile_bytes`: bytes of a row in a tile of the kernel for few rows; None: chosen by the row sizes."""
+        slots. `tile_bytes`: bytes of each row in a tile of the kernel for few rows; None: the row sizes determine
+        it."""
         check_kernels(kernels)
         slots = {len(buffer) for buffer in buffers}
         if len(slots) != 1:
@@ -194,7 +198,7 @@ class TiledCopy:
         """Copy rows at slots `source` to slots `target`, int32 or int64 `[n]`. Raises ValueError for mismatching
         arguments.
 
-        A slot that is the target of two rows gets one of them.
+        If two rows have the same target slot, this slot gets one of them.
         """
         if target.shape != source.shape or target.dim() != 1 or {target.device, source.device} != {self._device}:
             raise ValueError(

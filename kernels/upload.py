@@ -1,7 +1,7 @@
-"""Uploads lists of ids from pinned CPU memory to the device: a kernel reads the ids over the link.
+"""Uploads lists of ids from pinned CPU memory to the device, with a kernel that reads the ids over the link.
 
-A copy would wait for the copy engine, possibly for milliseconds until a load has ended; a kernel reads concurrently
-with the load. `IdUploader` owns the pinned memory that the kernel reads.
+A copy would wait for the copy engine, possibly for milliseconds if a load uses it. A kernel reads the ids while the
+load continues. `IdUploader` owns the pinned memory that the kernel reads.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def _upload_kernel(source, target, num_ids, BLOCK: tl.constexpr):
 
 
 def upload(source: torch.Tensor, target: torch.Tensor, kernels: Kernels) -> None:
-    """Copy `source`, int64 `[n]` on the CPU, to `target` `[n]`, on the current stream; `source` must outlive it.
+    """Copy `source`, int64 `[n]` on the CPU, to `target` `[n]`, on the current stream. `source` must stay unchanged
+    until this copy is complete.
 
-    `source` is pinned if the target is on a GPU. Raises ValueError if `source` and `target` do not match.
+    `source` must be pinned if `target` is on a GPU. Raises ValueError if `source` and `target` do not match.
     """
     check_kernels(kernels)
     if source.shape != target.shape or {source.dtype, target.dtype} != {torch.int64} or source.device.type != "cpu":
@@ -40,16 +41,17 @@ def upload(source: torch.Tensor, target: torch.Tensor, kernels: Kernels) -> None
 
 @dataclass
 class _PinnedSlot:
-    """Pinned memory for ids; the event `read` is recorded after the kernel that reads them."""
+    """Pinned memory for ids. The event `read` is recorded after the kernel that reads the ids."""
 
     ids: torch.Tensor
     read: torch.cuda.Event
 
 
 class IdUploader:
-    """Uploads lists of ids to one device without waiting for it. Used by one thread.
+    """Uploads lists of ids to one device without waiting for the device. Only one thread may use it.
 
-    Owns pinned slots, and allocates a new one only when all others are still unread.
+    Owns pinned memory in slots. Allocates a new slot only if the kernels have not yet read the ids of all existing
+    slots.
     """
 
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
@@ -67,19 +69,20 @@ class IdUploader:
         return len(self._pinned)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Upload `ids`, int64 `[n]`, on the current stream; the result is valid for later work on it. Ids on the device
-        are returned unchanged. Raises RuntimeError if no memory can be pinned."""
+        """Upload `ids`, int64 `[n]`. Later work on the current stream may use the result. Ids that are already on the
+        device are returned unchanged. Raises RuntimeError if no memory can be pinned."""
         if ids.device.type != "cpu":
             return ids
         slot = self._free_slot(len(ids))
         source, uploaded = slot.ids[: len(ids)], torch.empty(len(ids), dtype=torch.int64, device=self._device)
-        source.numpy()[:] = ids.numpy()  # torch might divide this copy among its threads and wait for them
+        source.numpy()[:] = ids.numpy()  # numpy, because torch might use several threads and wait for them
         upload(source, uploaded, self._kernels)
         slot.read.record()
         return uploaded
 
     def _free_slot(self, num_ids: int) -> _PinnedSlot:
-        """Return a pinned slot whose ids were read, enlarged if it is too small; otherwise a new slot."""
+        """Return a pinned slot whose ids were read, after enlarging it if it is too small. If there is none, return a
+        new slot."""
         for slot in self._pinned:
             if slot.read.query():
                 if len(slot.ids) < num_ids:

@@ -1,14 +1,14 @@
-"""Writes the request table's rows of a batch of extends (prefix slots and new slots) in one launch.
+"""Writes the prefix slots and the new slots of a batch of extends to the rows of the request table, in one launch.
 
 Request r has row `rows[r]` of `req_to_token`, int32 `[rows, columns]`. With p = `pre_lens[r]` and s = `seq_lens[r]`,
-that row becomes
+the columns of this row become
 
-    [0, p)   the slots of its prefix, prefix_tensors[r][0 .. p)
-    [p, s)   its new slots, out_cache_loc[first .. first + s - p), where `first` sums extend_lens over [0, r)
+    [0, p)   the slots of the request's prefix, prefix_tensors[r][0 .. p)
+    [p, s)   the request's new slots, out_cache_loc[first .. first + s - p), where `first` sums extend_lens over [0, r)
 
-and columns from s on are unchanged. Each prefix is a tensor, so the kernel gets their addresses.
+and columns from s on are unchanged. Each prefix is a separate tensor, so the kernel gets the addresses of the prefixes.
 
-Only callers with SGLang's interface use it: a lease of an engine writes its row.
+Only callers with SGLang's interface use it, because a lease of hicache's engine writes its own row.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def write_req_to_token_pool(
     """Write the rows of a batch, by the formula of the module.
 
     `req_pool_indices` (rows), `pre_lens`, `seq_lens` and `extend_lens` are integer `[requests]` on the table's device;
-    `rows` and `lens_cpu` (prefix and sequence lengths) are the same on the host. `prefix_tensors[r]` has at least
-    `pre_lens[r]` slots, `out_cache_loc`, int64, the sum of `extend_lens`. Raises ValueError if counts disagree.
+    `rows` and `lens_cpu` (prefix and sequence lengths) have the same values on the host. `prefix_tensors[r]` has at
+    least `pre_lens[r]` slots. The number of slots in `out_cache_loc`, int64, is the sum of `extend_lens`. Raises
+    ValueError if these numbers do not match.
     """
     check_kernels(kernels)
     pre, seq = lens_cpu

@@ -1,10 +1,11 @@
-"""Copies pages between the scattered rows of a device pool and pinned host pages, without a staging buffer.
+"""Copies pages between scattered rows of a device pool and pinned host pages, without a staging buffer.
 
-    load     row slots[p*page_tokens + i*span] // span of a buffer = its row i of host page pages[p]
+    load     row slots[p*page_tokens + i*span] // span of a buffer = row i of this buffer in host page pages[p]
     store    the reverse
 
-Used for many small pieces, each of which would need a call of the copy engine. The kernel accesses host memory over the
-link. It runs few programs, because they occupy multiprocessors that the model uses; each has many bytes in flight.
+This suits many small pieces, each of which would need a separate call of the copy engine. The kernel accesses host
+memory over the link. It runs few programs, because they occupy multiprocessors that the model uses. So each program has
+many bytes in flight.
 
 The rows of one launch are cut into pieces of at most COLS words, numbered in the order of host pages:
 
@@ -27,8 +28,8 @@ from hicache.kernels._triton import WORDS, cdiv, jit, power_of_two, tl
 from hicache.kernels.page_copy import PageMover
 
 _NUM_WARPS = 16
-_ACCESSES = 4  # accesses of a thread per tile, of 16 bytes each if all is aligned: 32 KiB in flight in each program
-# A tile has fewer pieces than a program has threads: each thread locates its own pieces without synchronisation.
+_ACCESSES = 4  # accesses of a thread per tile; aligned ones have 16 bytes, which puts 32 KiB in flight in each program
+# A tile has fewer pieces than a program has threads, so each thread can locate its own pieces without synchronisation.
 MAX_PIECES = 16 * _NUM_WARPS
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 128, 2048
 MAX_INDEX = 1 << 29  # maximum pieces of a launch, because the kernel computes piece numbers in 32 bits
@@ -52,9 +53,9 @@ def _locate(  # noqa: PLR0917 - Triton binds constants by position
     PIECES: tl.constexpr,
     WORD_BYTES: tl.constexpr,
 ):
-    """Return the locations of the pieces of a tile, `[PIECES, 1]` each. These values are loaded asynchronously: the
-    page, the slot, the byte offset of the buffer within a layer of a page, and its address. These are computed: the
-    byte offset of the layer and the row, the first word within the row, and whether the piece exists."""
+    """Return the locations of the pieces of a tile, as tensors `[PIECES, 1]`. Asynchronous loads return the page, the
+    slot, the byte offset of the buffer within a layer of a page, and the buffer's address. Computed values are the byte
+    offset of layer and row, the first word within the row, and whether the piece exists."""
     CHUNKS: tl.constexpr = (ROW + COLS - 1) // COLS
     number = tile * PIECES + tl.arange(0, PIECES)[:, None]
     exists = number < num_pieces
@@ -134,10 +135,10 @@ def zero_copy_kernel(  # noqa: PLR0917 - Triton binds constants by position
 
 @dataclass(frozen=True)
 class _Plan:
-    """Arguments that all launches for one row class share.
+    """The arguments that are equal for all launches of one row class.
 
-    `host`: words from the first of the class's layers of page 0 on. `strides`: bytes from page to page, layer to layer,
-    row to row. `segment_pieces`: pieces of one buffer of one layer of one page.
+    `host`: the host pages as words, beginning with the first layer of the class in page 0. `strides`: bytes between
+    pages, between layers, and between rows. `segment_pieces`: number of pieces of one buffer of one layer of one page.
     """
 
     host: torch.Tensor
@@ -148,18 +149,19 @@ class _Plan:
 
 
 class ZeroCopyMover:
-    """Copies pages between the buffers of one pool and host pages, `[layer][buffer][row]` of all layers, in place.
+    """Copies pages between the buffers of one pool and host pages, `[layer][buffer][row]`, without a staging buffer.
 
-    Keeps the mover, whose tables it uses, and the host memory alive. It has no state between calls, so threads may
-    share it. Kernels run on the current stream of the pool's device: they read what the CPU wrote before the call, and
-    events recorded later say when the CPU may access the pages. The caller keeps the index tensors alive until then.
-    The host never waits, except for the torch twin of a pool on a GPU, which reads the ids.
+    Uses the tables of `mover`. Keeps the mover and the host memory alive. It has no state between calls, so threads may
+    share it. Kernels run on the current stream of the pool's device, and read bytes that the CPU wrote before the call.
+    The CPU may access the pages after an event that the caller records later on this stream. Until then, the caller
+    keeps the index tensors alive. The host never waits, except in the torch twin for a pool on a GPU, which reads the
+    ids on the host.
     """
 
     def __init__(self, mover: PageMover, host: torch.Tensor, blocks: int = 4) -> None:
         """Prepare copies between the pool of `mover` and host pages. `host`: uint8 `[pages, page_bytes]` in CPU memory,
-        pinned if the pool is on a GPU; the bytes of a page are contiguous. `blocks`: maximum number of programs of a
-        launch."""
+        pinned if the pool is on a GPU. The bytes of each page must be contiguous. `blocks`: maximum number of programs
+        of a launch."""
         page_bytes = mover.group_bytes(0, mover.num_layers)
         if host.dtype != torch.uint8 or host.dim() != 2 or host.shape[1] != page_bytes or host.stride(1) != 1:
             raise ValueError(
@@ -175,7 +177,7 @@ class ZeroCopyMover:
         self._table = table
         self._host = host
         self._blocks = blocks
-        # Layers of different structure are launched separately, each from its own offset in a page.
+        # Layers of different structure have separate launches, which begin at the offset of their layer in a page.
         starts = table.ends[: len(table.classes)]
         self._plans = [
             [_plan(rows, host[:, start:], table.page_tokens, table.ends[1]) for rows in classes]
@@ -200,8 +202,8 @@ class ZeroCopyMover:
         self._copy(pages, slots, first_layer, num_layers, load=True)
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Copy layers [first_layer, first_layer + num_layers) of the rows at `slots` to the host pages: the inverse of
-        `load`. Pages are distinct."""
+        """Copy layers [first_layer, first_layer + num_layers) of the rows at `slots` to the host pages. This is the
+        inverse of `load`. `pages` must be distinct."""
         self._copy(pages, slots, first_layer, num_layers, load=False)
 
     def _copy(self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int, *, load: bool) -> None:
@@ -229,7 +231,7 @@ class ZeroCopyMover:
     ) -> None:
         """Copy pages in torch, with the result of the kernel."""
         begin, end = self._table.ends[first_layer], self._table.ends[first_layer + num_layers]
-        host, ids = self._host.numpy(), pages.cpu().numpy()  # numpy copies whole rows, torch byte by byte
+        host, ids = self._host.numpy(), pages.cpu().numpy()  # numpy copies complete rows, torch single bytes
         if load:
             staging = torch.from_numpy(host[ids, begin:end]).to(self._table.device)
             self._mover.scatter(staging, slots, first_layer, num_layers)
@@ -267,7 +269,7 @@ class ZeroCopyMover:
 
 
 def _plan(rows: RowClass, host: torch.Tensor, page_tokens: int, layer_bytes: int) -> _Plan:
-    """Return words and pieces for one row class; `host` begins at the first layer of the class."""
+    """Return the plan of a row class. `host`: the host pages as bytes, beginning with the first layer of the class."""
     width = width_within(host, rows.width)
     aligned_16 = rows.aligned_16 and width == 8 and host.stride(0) % 16 == 0 and host.data_ptr() % 16 == 0
     align = 16 if aligned_16 else width
@@ -293,8 +295,8 @@ def _plan(rows: RowClass, host: torch.Tensor, page_tokens: int, layer_bytes: int
 
 
 def _piece_words(row_words: int, width: int) -> int:
-    """Return the words of a piece: the power of two, within bounds, that wastes the fewest words of a row's last
-    piece."""
+    """Return the number of words of a piece. Among the allowed powers of two, it is the one that leaves the fewest
+    words unused in the last piece of a row."""
     minimum, maximum = _MIN_PIECE_BYTES // width, _MAX_PIECE_BYTES // width
     if row_words <= minimum:
         return power_of_two(row_words)

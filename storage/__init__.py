@@ -11,9 +11,9 @@ urls               opens a store by its URL; store_url: parts of a URL; conforma
 remote             code that stores on other machines share; s3_store: pages in an S3 bucket
 mooncake_store     pages in Mooncake; mooncake_client: a client of its library
 store_folder       the stores of a path, and their common budget
-maintenance        the operator's verbs: describe, list, verify, repair, evict
+maintenance        the commands of an operator: describe, list, verify, repair, evict
 backup             copies of stores, and stores with another encryption key
-disk_rate          the rates of a file system
+disk_rate          measures how fast a file system reads and writes
 process/           the process that owns stores
 """
 

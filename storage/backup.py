@@ -1,8 +1,8 @@
-"""Copies of stores, and stores with another encryption key. Nothing here needs an engine.
+"""Copies of stores, and stores with another encryption key. These functions need no engine.
 
-A copy has the slots of a store and no index, like a store whose process was killed: opening it rebuilds the index. So a
-store that a process has open can be copied too. Slots that were written during the copy do not verify, and are dropped
-from the copy.
+A copy has the slots of a store, but not its index. A store whose process was killed has no index either: opening such a
+store rebuilds the index. So a store can be copied while a process has it open. Slots that this process wrote during the
+copy fail verification, and are dropped from the copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.directory import PRIVATE_FOLDER_MODE, STORE_FILE, open_private, slots_files
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.maintenance import VerifyReport, list_pages, open_existing, verify
-from hicache.storage.records import KEY_ID_FIELD
+from hicache.storage.records import KEY_ID_FIELD, identity_with_key
 from hicache.storage.store_files import read_record
 from hicache.storage.store_folder import name_of, remove_store
 
@@ -30,9 +31,10 @@ Step = Callable[[int, int], None]
 
 
 def copy_store(store: Path, target: Path, step: Step) -> VerifyReport:
-    """Copy a store, which a process may have open, to `target`/NAME, where an engine with the disk path `target` finds
-    it, and verify the copy. Pages whose verification fails are deleted from the copy, and are listed in the report.
-    `step`: called with the number of bytes copied so far and of all bytes. StoreError if the target exists; OSError."""
+    """Copy a store to the directory `target`/NAME, and verify the copy. A process may have the store open. An engine
+    with the disk path `target` finds the copy. Pages that fail verification are deleted from the copy and listed in the
+    report. `step` is called with the number of bytes copied so far and the number of all bytes. Raises StoreError if
+    the directory exists, and OSError."""
     record = read_record(store)
     copy = target / name_of(record)
     if copy.exists():
@@ -44,7 +46,7 @@ def copy_store(store: Path, target: Path, step: Step) -> VerifyReport:
         for file in files:
             num_bytes += _copy_data(file, copy / file.name)
             step(min(num_bytes, total_bytes), total_bytes)
-        with open(copy / STORE_FILE, "wb", opener=open_private) as written:  # last: before, the copy is no store
+        with open(copy / STORE_FILE, "wb", opener=open_private) as written:  # written last: it makes the copy a store
             written.write(record.pack())
         with contextlib.closing(open_existing(copy)) as opened:
             return verify(opened, repair=True)
@@ -63,7 +65,7 @@ def _copy_data(source: Path, target: Path) -> int:
             try:
                 begin = os.lseek(read.fileno(), begin, os.SEEK_DATA)
             except OSError as error:
-                if error.errno != errno.ENXIO:  # no data up to the end
+                if error.errno != errno.ENXIO:  # the file has no data after `begin`
                     raise
                 break
             end = os.lseek(read.fileno(), begin, os.SEEK_HOLE)
@@ -76,13 +78,13 @@ def _copy_data(source: Path, target: Path) -> int:
 
 
 def rekey_store(path: Path, old: PageCipher | None, new: PageCipher, step: Step) -> tuple[Path, int, int]:
-    """Encrypt every page of a store with another encryption key; no process may have the store open. `step`: called
-    with the number of pages done and of all pages. Returns the directory of the store, the number of its pages, and the
-    number of pages that could not be read and were left out.
+    """Encrypt every page of a store with another encryption key; no process may have the store open. `step` is called
+    with the number of pages copied so far and the number of all pages. Returns the directory of the store, the number
+    of its pages, and the number of pages that could not be read and were left out.
 
-    The pages are written to a second store in the same folder, which then replaces the first store. This needs free
-    space of the size of the store. A kill leaves the first store unchanged, and at most one directory NAME.new or
-    NAME.old.
+    The pages are written to a second store in the same folder, which then replaces the first store. The second store
+    needs free space of the size of the first store. If the process is killed, the pages of the first store are
+    unchanged, and at most one directory NAME.new or NAME.old is left.
     """
     record = read_record(path)
     if record.key_id == new.key_id:
@@ -91,6 +93,11 @@ def rekey_store(path: Path, old: PageCipher | None, new: PageCipher, step: Step)
     made, before = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
     if before.exists():
         raise StoreError(f"{before} was left by an interrupted rekey; remove it")
+    to = path
+    if path.name == name_of(record):
+        to = path.with_name(name_of(replace(record, identity=identity_with_key(identity, new))))
+    if to != path and to.exists():
+        raise StoreError(f"{to} has pages with the new key already; remove one of the two stores")
     shutil.rmtree(made, ignore_errors=True)
     settings = {**vars(record), "identity": identity}
     with (
@@ -100,7 +107,6 @@ def rekey_store(path: Path, old: PageCipher | None, new: PageCipher, step: Step)
         num_lost = _copy_pages(source, target, step)
         target.note, num_pages = source.note, target.stats().entries
     path.rename(before)
-    to = path.with_name(name_of(read_record(made))) if path.name == name_of(record) else path
     made.rename(to)
     remove_store(before)
     return to, num_pages, num_lost

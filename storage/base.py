@@ -26,8 +26,8 @@ class StoreError(HiCacheError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be opened now: its disk is full or fails, no process serves it, or it is locked or corrupt (the
-    subclasses). Opening may succeed later, without a change of settings."""
+    """The store cannot be opened now: its disk is full or fails, no process serves the store, or the store is locked or
+    corrupt (see the subclasses). A later attempt may succeed with the same settings."""
 
 
 def is_lasting(error: StoreError | None) -> TypeGuard[StoreError]:
@@ -45,7 +45,7 @@ class StoreLocked(StoreUnavailable):
 
 
 class StoreMismatch(StoreError):
-    """The path holds pages of another identity or format; the message names both sides."""
+    """The store at the path has another identity or page format than the caller requested; the message names both."""
 
 
 class StoreCorrupt(StoreUnavailable):
@@ -66,18 +66,20 @@ class StoreStats:
     last commit. A field that a store does not count stays zero.
 
     `entries`: stored pages. `live_bytes`: bytes of all stored values, headers included. `raw_bytes`: bytes of the
-    stored pages before compression. `file_bytes`: disk space of the files, which `budget_bytes` bounds.
+    stored pages before compression. `file_bytes`: disk space of the files, which `budget_bytes` bounds. `others_bytes`:
+    disk space of the other stores that share the budget, when the store last checked the budget.
     `put_bytes_raw`, `put_bytes_stored`: pages written, before and after compression. `corrupt`: reads whose bytes could
-    not be verified. `read_errors`, `write_errors`: failed I/O calls, after which callers pause; a full store counts as
-    a failure only if the store sent bytes before it learned that. `drive_bytes`: size of the file system with the
-    files. `open_seconds`: full seconds since the store was opened. `read_only`: a write failed, and no page is stored
-    until `reopen` succeeds.
+    not be verified. `read_errors`, `write_errors`: failed I/O calls, after which callers pause; a write to a full store
+    counts as failed only if the store sent bytes before it learned that no space is left. `drive_bytes`: size of the
+    file system that has the store's files. `open_seconds`: full seconds since the store was opened. `read_only`: a
+    write failed, and no page is stored until `reopen` succeeds.
     """
 
     entries: int = 0
     live_bytes: int = 0
     raw_bytes: int = 0
     file_bytes: int = 0
+    others_bytes: int = 0
     budget_bytes: int = 0
     hits: int = 0
     misses: int = 0
@@ -94,13 +96,13 @@ class StoreStats:
 
     @property
     def drive_writes_per_day(self) -> float:
-        """Bytes stored per day, as a multiple of the drive's size; 0 if that size is unknown. Measured since the store
-        was opened; less than an hour counts as an hour."""
+        """Bytes stored per day, as a multiple of the drive's size; 0 if that size is unknown. The rate is an average
+        since the store was opened. A store that has been open for less than an hour counts as open for an hour."""
         drive_seconds = self.drive_bytes * max(_MIN_S, self.open_seconds)
         return self.put_bytes_stored * _DAY_S / drive_seconds if drive_seconds else 0.0
 
 
-# Errors for which a later attempt at the same path would fail as well.
+# `errno` values of a failed open after which another attempt to open the same path would fail too.
 _WRONG_PATH = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
 
 
@@ -116,19 +118,21 @@ def opening_error(what: str, error: Exception) -> StoreError:
 
 @runtime_checkable
 class Leases(Protocol):
-    """Leases by key between machines that share a store: one machine computes a prompt, other machines wait.
-    Leases expire by themselves. Any threads. Times are seconds since 1970; the clocks of the machines must agree.
+    """Leases of page keys, for machines that share a store: the machine with the lease computes a prompt, and the other
+    machines wait for its pages. A lease expires at its end time. Any thread may call these methods. Times are seconds
+    since 1970; the clocks of the machines must agree.
 
-    While a store fails, no lease can be taken or seen.
+    While the store fails, `begin` returns False and `who` returns None.
     """
 
     def begin(self, key: bytes, until_s: float) -> bool:
         """Take the lease of `key` until `until_s`. Returns False if another lease of `key` has not expired, or if the
-        store fails. Of several calls at the same time, one returns True."""
+        store fails. If several callers request the lease of a key concurrently, one of them gets True."""
         ...
 
     def who(self, key: bytes) -> float | None:
-        """The end of the lease of `key`; None if there is none that has not expired."""
+        """Return the time at which the lease of `key` expires. Return None if `key` has no lease, or only an expired
+        one."""
         ...
 
 
@@ -139,8 +143,8 @@ class DiskPages(ABC):
     @property
     @abstractmethod
     def note(self) -> bytes:
-        """A note: bytes that clients store with the pages, b"" at first. The note is lost if the index is not
-        sealed."""
+        """The note: bytes that a client stores in the index of the store. A new store has the note b"". The note is
+        lost if the process ends without closing the store."""
 
     @note.setter
     @abstractmethod
@@ -148,19 +152,22 @@ class DiskPages(ABC):
 
     @abstractmethod
     def keep_until(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Count pages as used, and evict them after other pages until `until_s`. Does not block."""
+        """Count pages as used. Until `until_s`, a time of `time.monotonic`, the store evicts these pages only after all
+        other pages. Does not block."""
 
     @abstractmethod
     def keep_budget(self) -> None:
-        """Evict pages above the store's share of a budget that stores of one folder have together."""
+        """Evict pages until the store is within its share of the budget, which all stores of one folder have in
+        common."""
 
     @abstractmethod
     def evict_all(self) -> bool:
-        """Evict all pages. Returns whether none is left."""
+        """Evict all pages. Returns True if the store is empty afterwards."""
 
     @abstractmethod
     def announce_close(self) -> None:
-        """Announce that `close` follows, for processes that want to open the store."""
+        """Announce that `close` will follow soon. A process that tries to open the store then waits instead of
+        failing."""
 
 
 class PageStore(Protocol):
@@ -168,14 +175,15 @@ class PageStore(Protocol):
     bytes.
 
     A buffer whose length is not in `page_sizes` raises `StoreError`. A failure inside the store does not raise: a page
-    that cannot be read is a miss, a page that cannot be written is not stored, key by key, and `stats` counts both.
-    Threads: one writer thread calls `put`, `put_values`, `delete` and `reopen`; `close` is called while no other call
-    runs; any threads call the other methods concurrently.
-    Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
-    first to last, so its suffix, which is useless without the prefix, is evicted first.
-    Deadlines are times of `time.monotonic`. After its deadline a call starts no more work, aborts the work that it can,
-    and returns False for each key that it did not finish. It never returns while a transfer may still read or write a
-    buffer, so it may return late: callers that must not wait use threads, as `hicache.storage.process` does.
+    that cannot be read is a miss, and a page that cannot be written is not stored. The other keys of the call are
+    unaffected, and `stats` counts both kinds of failures. Threads: one writer thread calls `put`, `put_values`,
+    `delete` and `reopen`; `close` is called while no other call runs; any threads call the other methods concurrently.
+    Order: of two keys in one call, the store treats the earlier key as the more recently used one. Callers pass the
+    pages of a prompt from first to last, so its suffix, which is useless without the prefix, is evicted first.
+    Deadlines are times of `time.monotonic`. After its deadline, a call starts no more work, aborts the work that can be
+    aborted, and returns False for each unfinished key. A call never returns while a transfer may still read or write a
+    buffer, so a call may return after its deadline. A caller that must not wait calls the store in a thread, as
+    `hicache.storage.process` does.
     """
 
     @property
@@ -185,8 +193,8 @@ class PageStore(Protocol):
 
     def register_memory(self, memory: PageBuffer) -> None:
         """Announce that buffers of later calls will lie in `memory`, contiguous uint8, valid at this address until
-        `close`. This is a hint: a store that can transfer only from and to registered memory copies pages in other
-        memory."""
+        `close`. The announcement is a hint: buffers of later calls may also lie in other memory. A store that can
+        transfer only registered memory then copies each page."""
         ...
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
@@ -199,9 +207,9 @@ class PageStore(Protocol):
     ) -> list[bool]:
         """Fill `buffers[i]`, writable contiguous uint8 `[page_bytes]`, with the page of `keys[i]`.
 
-        True: the buffer holds verified bytes. False: a miss; the content of the buffer is undefined. Bytes that cannot
-        be verified are a miss, are counted, and are deleted later, at the latest by the next call of the writer. A page
-        of another size than the buffer is a miss, is not counted as corrupt, and is kept.
+        True: the buffer holds verified bytes. False: a miss; the content of the buffer is undefined. A page whose bytes
+        cannot be verified is a miss, counts as `corrupt`, and is deleted at the latest by the next call of the writer
+        thread. A page of another size than the buffer is a miss, is not counted as corrupt, and is kept.
         """
         ...
 
@@ -214,10 +222,10 @@ class PageStore(Protocol):
     ) -> list[bool]:
         """Store pages, contiguous uint8 `[page_bytes]`; evict other pages if the budget requires it.
 
-        True: visible, and as durable as configured. A key that is present, with a page of any size, is not written
-        again and counts as used. False: not stored, because the store is full or failed; it keeps its other pages.
-        `lag` in [0, 1]: 0 if the caller's writer keeps up, 1 if its queue is full. With more lag a store may compress
-        less.
+        True: the page is visible to readers, and as durable as the setting `durability` requires. A key that is
+        present, with a page of any size, is not written again and counts as used. False: the page is not stored,
+        because the store is full or failed; the other pages of the store remain. `lag` in [0, 1]: 0 if the caller's
+        writer keeps up, 1 if its queue is full. With more lag a store may compress less.
         """
         ...
 
@@ -229,8 +237,8 @@ class PageStore(Protocol):
     def put_values(self, items: Sequence[tuple[bytes, bytes | memoryview]]) -> list[bool]:
         """Store values that `get_value` of another store with this identity and encryption key returned.
 
-        The result and the treatment of present keys are those of `put`. A value whose header, lengths or checksum do
-        not fit its key is not stored, and is counted as corrupt.
+        Returns the same list as `put`, and treats keys that are present as `put` does. A value whose header, lengths or
+        checksum do not fit its key is not stored, and is counted as corrupt.
         """
         ...
 

@@ -47,7 +47,8 @@ class PageCipher:
         raise StoreError("a cipher holds a key and is not to be copied out of the process; build it from the key there")
 
     def encrypt(self, plain: memoryview, associated: bytes, target: memoryview) -> memoryview:
-        """Encrypt `plain`: return nonce, ciphertext and tag, at the start of `target`, `ENCRYPTION_BYTES` longer.
+        """Encrypt `plain` into `target`. Returns a view of the start of `target` with nonce, ciphertext and tag. The
+        view is `ENCRYPTION_BYTES` longer than `plain`.
 
         `associated` bytes are authenticated but not stored; decryption requires the same bytes.
         """
@@ -60,7 +61,7 @@ class PageCipher:
         return target[:end]
 
     def decrypt(self, encrypted: memoryview, associated: bytes, scratch: memoryview) -> memoryview | None:
-        """Decrypt `encrypted` and return the plaintext, which is in `scratch` until its next use. Returns None unless
+        """Decrypt `encrypted` into `scratch`, and return the plaintext as a view of `scratch`. Returns None unless
         `encrypt` produced every bit of `encrypted` with this key.
 
         `encrypted` has at least `ENCRYPTION_BYTES`; `scratch` is `SCRATCH_SLACK_BYTES` longer than the plaintext.

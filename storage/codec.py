@@ -32,16 +32,16 @@ from hicache.storage.header import (
 )
 from hicache.storage.memory import CoreScratch, Scratch
 
-# A page is stored compressed only if this saves 1/16 or more: otherwise decompressing costs more than reading the saved
-# bytes.
+# A page is stored compressed only if this saves 1/16 or more. With a smaller saving, decompressing the page takes
+# longer than reading the saved bytes would.
 _MIN_SAVED_SHARE = 16
-# Before a large page is compressed, eight samples of it are compressed. They are 1/8 of the page apart, so compressible
-# data of this length is found.
+# Before a large page is compressed, eight samples of it are compressed. The samples are 1/8 of the page apart, so
+# compressible data of this length is found.
 _NUM_SAMPLES, _SAMPLE_BYTES, _SAMPLE_MIN_SAVED_SHARE = 8, 8 << 10, 32
 _MIN_SAMPLED_PAGE_BYTES = 8 * _NUM_SAMPLES * _SAMPLE_BYTES
-# Lag of the writer (0: no backlog, 1: its queue is full) from which pages are compressed at the fast level, and from
-# which they are not compressed. The fast level is 1: zstd's negative levels omit entropy coding, which alone helps on
-# pages of numbers.
+# The lag measures the writer's backlog: 0 if there is none, 1 if the writer's queue is full. From a lag of
+# `_FAST_FROM`, pages are compressed at the fast level; from `_RAW_FROM`, pages are not compressed. The fast level is 1:
+# zstd's negative levels omit entropy coding, and only entropy coding shrinks pages of numbers.
 _FAST_FROM, _RAW_FROM, _FAST_LEVEL = 0.5, 0.9, 1
 
 _NO_FILTER = PageFilter()
@@ -59,10 +59,11 @@ class _Contexts(threading.local):
 
 
 def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
-    # In shuffled numbers, short matches are accidental: finding, coding and copying them costs more than it saves. With
-    # only long matches and a tiny hash table, levels up to 3 compress twice as fast as with a table of 2^12, and the
-    # result decompresses 1.4 times as fast. The result is 2 % larger for keys and values of a trained model, and 1 %
-    # larger or smaller for synthetic ones. Higher levels are meant to find repetitions and keep zstd's parameters.
+    # In shuffled numbers, short matches are accidental: finding, coding and copying such a match takes more time than
+    # the match saves. With only long matches and a tiny hash table, levels up to 3 compress twice as fast as with a
+    # table of 2^12, and the result decompresses 1.4 times as fast. The result is 2 % larger for keys and values of a
+    # trained model, and 1 % larger or smaller for synthetic ones. Higher levels are meant to find repetitions and keep
+    # zstd's parameters.
     numbers = {"min_match": 7, "hash_log": 7, "chain_log": 7} if filter.kind != "none" and level <= 3 else {}
     settings = zstandard.ZstdCompressionParameters.from_level(
         level, source_size=page_bytes, write_content_size=True, **numbers
@@ -73,9 +74,9 @@ def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
 class PageCodec:
     """Encodes and verifies pages of one format in one namespace; any thread.
 
-    `level` 0 stores raw, 1 to 22 are zstd levels. The filter applies to encoding only: a value names its filter. A page
-    that does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted, and decoding refuses unencrypted
-    values. Without a cipher, decoding refuses encrypted values.
+    `level` 0 stores raw, 1 to 22 are zstd levels. The filter of the format is used for encoding only; decoding uses the
+    filter that the header of the value names. A page that does not shrink by 1/16 is stored raw. With `cipher` every
+    value is encrypted, and decoding refuses unencrypted values. Without a cipher, decoding refuses encrypted values.
     """
 
     def __init__(self, format: PageFormat, namespace: bytes, level: int, cipher: PageCipher | None = None) -> None:
@@ -128,7 +129,7 @@ class PageCodec:
             payload = self._cipher.encrypt(payload, associated_data(key, fields), buffer)
         elif compressed is not None:
             payload = buffer[: len(compressed)]
-            # This call releases the interpreter lock, unlike an assignment to the view.
+            # `np.copyto` releases the interpreter lock, unlike an assignment to the view.
             np.copyto(np.frombuffer(payload, dtype=np.uint8), np.frombuffer(compressed, dtype=np.uint8))
         return HeaderAndPayload(finalise_header(key, fields, payload), payload)
 
@@ -137,7 +138,8 @@ class PageCodec:
         itself: then a raw page is not copied.
 
         Returns "" if `page` holds verified bytes. Otherwise returns the reason, and the content of `page` is undefined.
-        Never raises for any value, and allocates by `page_bytes`, never by a length in the value.
+        No value makes this method raise. The size of allocated memory depends on `page_bytes`, never on a length in the
+        value.
         """
         fields = read_header(key, header, payload, self._page_bytes, self._namespace)
         if isinstance(fields, str):
@@ -155,8 +157,8 @@ class PageCodec:
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
         """Verify `value`. Returns "" if it was stored under `key` and is undamaged, otherwise the reason.
 
-        Without the cipher of an encrypted value, only its header and the checksum over all stored bytes are verified.
-        That detects damage, not forgery.
+        If the codec does not have the cipher of an encrypted value, it verifies only the header and the checksum over
+        all stored bytes. The checksum detects damage, not forgery.
         """
         view, page = memoryview(value), self._verified.take_page(self._page_bytes)
         reason = self.decode_split(key, view[:HEADER_BYTES], view[HEADER_BYTES:], page)
@@ -169,7 +171,7 @@ class PageCodec:
         fields = read_header(key, view[:HEADER_BYTES], view[HEADER_BYTES:], self._page_bytes, self._namespace)
         if isinstance(fields, str):
             return fields
-        return "" if fields.encrypted == (self._cipher is not None) else "encrypted, unlike the store, or not encrypted"
+        return "" if fields.encrypted == (self._cipher is not None) else "only one of value and store is encrypted"
 
     def _compress(self, page: PageBuffer, lag: float) -> bytes | None:
         """Shuffle and compress `page`. Returns None if it should be stored raw."""
@@ -187,8 +189,8 @@ class PageCodec:
         return compressed if len(compressed) <= max_bytes else None
 
     def _samples_compress(self, source: PageBuffer) -> bool:
-        """Return whether samples of a large page shrink; True for a small page, which compresses as fast as samples
-        would."""
+        """Return whether samples of a large page shrink; Returns True for a small page, because compressing the page
+        takes no longer than compressing samples."""
         if self._page_bytes < _MIN_SAMPLED_PAGE_BYTES:
             return True
         step_bytes, compressor = self._page_bytes // _NUM_SAMPLES, self._contexts.fast_compressor
@@ -257,8 +259,7 @@ def value_of_page(key: bytes, page: PageBuffer) -> bytes:
 
 
 def page_of_value(key: bytes, value: bytes | memoryview) -> PageBuffer | None:
-    """Decode a value that `value_of_page` returned. Returns None if `value` is no such value, or not a value of
-    `key`."""
+    """Decode a value that `value_of_page` returned. Returns None unless `value_of_page` returned `value` for `key`."""
     parts = HeaderAndPayload.of(value)
     page = np.empty(max(1, len(parts.payload)), np.uint8)
     codec = PageCodec(PageFormat(len(page)), bytes(NAMESPACE_BYTES), 0)

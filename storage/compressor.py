@@ -1,7 +1,8 @@
 """Encodes pages in threads concurrently with the writer: while one group is committed, the next is compressed.
 
-A commit waits for the disk and compression for the CPU; one after the other, their times would add up. A writer with a
-backlog compresses less only if it waits for compression. If it waits for the disk, fewer bytes are faster.
+A commit waits for the disk, and compression waits for the CPU. If compression and commit ran one after the other, their
+times would add up. A writer with a backlog compresses less only if it waits for compression. If the writer waits for
+the disk, compression helps, because fewer bytes are written.
 """
 
 from __future__ import annotations

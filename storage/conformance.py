@@ -5,7 +5,8 @@
         def make_store(self, tmp_path):
             return functools.partial(opener, f"my-store://{tmp_path}")
 
-Running these tests needs pytest. They do not test failing or slow stores: a store's own tests must cause such states.
+Running these tests needs pytest. These tests do not cover failing or slow stores: a store's own tests must cause
+failures and delays.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class StoreConformance:
             assert all(_found(store, {b"a": page(0)}))
 
     def test_pages_may_lie_anywhere(self, make_store: MakeStore) -> None:
-        """Pages in registered and other memory, at any offset, are stored and filled; no other byte changes."""
+        """`put` and `get_into` accept pages in registered and other memory, at any offset, and change no byte outside
+        of the page."""
         with _open(make_store) as store:
             for number in range(6):
                 content, memory = page(number), np.zeros(2 * LARGE_BYTES, np.uint8)
@@ -183,8 +185,8 @@ class StoreConformance:
             assert store.thread_read_errors() == 0 and store.reopen() is True
 
     def test_values_are_copied_as_they_are(self, make_store: MakeStore) -> None:
-        """`put_values` stores the bytes of `get_value`: pages, values and durability are the same. Present keys keep
-        their value."""
+        """`put_values` stores the bytes that `get_value` returned: the store then has the same pages and values, also
+        after it is closed and opened again. Keys that are present keep their value."""
         if not self.copies_values:
             return
         pages = {b"%d" % n: page(n) for n in range(6)}
@@ -205,8 +207,8 @@ class StoreConformance:
                 assert all(_found(store, pages))
 
     def test_values_of_another_page_are_refused(self, make_store: MakeStore) -> None:
-        """`put_values` stores no value that is damaged, cut, empty or of another key, and the other values of the
-        call."""
+        """`put_values` refuses a value that is damaged, cut, empty or of another key, and stores the other values of
+        the call."""
         if not self.copies_values:
             return
         with _open(make_store) as store:
@@ -259,7 +261,7 @@ class StoreConformance:
                 assert all(_found(store, {b"a": page(0)}))
 
     def test_what_was_stored_is_there(self, make_store: MakeStore) -> None:
-        """Each page for which `put` returned True is read right after it, also once the store is full."""
+        """A page for which `put` returned True can be read directly afterwards, even if the store is full."""
         content = np.random.default_rng(0).integers(0, 256, LARGE_BYTES + _NUM_FILLING).astype(np.uint8)
         with _open(make_store) as store:
             for n in range(_NUM_FILLING):
@@ -293,7 +295,7 @@ class StoreConformance:
     def _step(self, store: PageStore, model: dict[bytes, PageBuffer], draw: random.Random) -> None:
         keys = [b"%d" % draw.randrange(_NUM_KEYS) for _ in range(draw.randrange(1, 6))]
         verb = draw.choice(("put", "put", "get", "delete", "touch"))
-        print(verb, keys)  # pytest shows this output where a step fails
+        print(verb, keys)  # pytest shows this output if a step fails
         if verb == "put":
             items = {key: page(draw.randrange(1000)) for key in keys}
             assert store.put(list(items.items()), lag=draw.choice((0.0, 0.6, 1.0))) == [True] * len(items)
@@ -321,7 +323,8 @@ def page(number: int) -> PageBuffer:
 
 
 def _found(store: PageStore, pages: Mapping[bytes, PageBuffer]) -> list[bool]:
-    """Return, for each of `pages`, whether the store has it; asserts that the bytes of each hit are equal."""
+    """Return, for each of `pages`, whether the store has it; asserts that each page that the store returns has the
+    expected bytes."""
     buffers = [np.empty(len(content), np.uint8) for content in pages.values()]
     found = store.get_into(list(pages), buffers)
     for (key, content), buffer, hit in zip(pages.items(), buffers, found, strict=True):

@@ -8,10 +8,10 @@
     DIR/hicache/NAMESPACE/ab/cd/.NAME.RANDOM.new        a page that is being written
     DIR/hicache/NAMESPACE/leases/ab/DIGEST.BEFORE       the end of a lease, in seconds since 1970
 
-A page is written to a file of another name and published by `link`, so its name never shows a part of a page, and the
-first writer wins. A kill leaves a file that ends in .new, which `prune` removes. A power failure may leave a page that
-does not verify: a miss. The modification time is the last use, at most an hour old. `hicache store prune` keeps the
-budget.
+A writer writes a page to a temporary file and publishes it under its final name with `link`. So a reader never sees a
+part of a page, and the first of several writers of a page wins. A killed writer leaves a file that ends in .new.
+`hicache store prune` removes these files, and evicts pages above the budget. A page that a power failure damaged fails
+verification and is a miss. The modification time of a file is the last use of its page, updated at most once an hour.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ FOLDER, IDENTITY_FILE, LEASES = "hicache", "identity.json", "leases"
 _MAX_NAMED_KEY_BYTES = 100  # longer keys would exceed the length of a file name
 _TOUCH_S = 3600.0
 _MAX_TOUCHED = 1 << 16
+_MAX_LEASE_CHARS, _MAX_END_S = 32, 1e12  # a file with other text is no lease
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _blocks, _payloads = Scratch(), Scratch()
 
 
 class _Stored(NamedTuple):
-    """Key and value as read from a file, or the reason why the file does not hold them."""
+    """The key and the value in a file, or the reason why the file has no valid page."""
 
     key: bytes
     header: bytes
@@ -67,18 +68,17 @@ class DirPageStore(RemotePageStore):
     """A `PageStore` with `Leases` in a directory of a file system that several machines mount; docs/remote.md has the
     options.
 
-    The directory must exist: an unmounted file system must not be mistaken for an empty store. New files and folders
-    get the permissions of the directory. A file that another machine removes during a call is a miss.
+    The directory must exist, because the directory of an unmounted file system would otherwise look like an empty
+    store. New files and folders get the permissions of the directory. A file that another machine removes during a call
+    is a miss.
     """
 
     def __init__(self, url: str, /, **about: Any) -> None:
         at = StoreUrl.parse(url)
-        if at.host or at.path in ("", "/") or at.user or at.password:
-            raise StoreError("a URL of a directory names it by its absolute path: dir:///mnt/shared/kv")
-        options = at.options(level=1, concurrency=8)
+        options = directory_options(at)
         super().__init__(str(at), level=options["level"], **about)
         self._root = shared_folder(at.path) / self._namespace
-        self._touched = OrderedDict[bytes, float]()  # keys, with the time of their last touch
+        self._touched = OrderedDict[bytes, float]()  # time of the last touch of each key
         try:
             self._mode = os.stat(at.path).st_mode
             for folder in (self._root.parent, self._root):
@@ -87,9 +87,14 @@ class DirPageStore(RemotePageStore):
         except OSError as error:
             raise opening_error(f"the directory {at.path}", error) from error
         self._pool = ThreadPoolExecutor(options["concurrency"], thread_name_prefix="hicache-dir")
+        # a second pool, so that no look-up waits for the reads and writes that are queued in the first one
+        self._find_pool = ThreadPoolExecutor(options["concurrency"], thread_name_prefix="hicache-dir-find")
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        return self._each(lambda key: bool(os.stat(self._file(key))), keys, deadline_s, is_read=True)
+        def look(key: bytes) -> bool:
+            return bool(os.stat(self._file(key)))
+
+        return self._each(look, keys, deadline_s, is_read=True, pool=self._find_pool)
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         def get(n: int) -> bool:
@@ -140,7 +145,8 @@ class DirPageStore(RemotePageStore):
 
     def begin(self, key: bytes, until_s: float) -> bool:
         self._require([key])
-        return self._each(lambda key: self._begin(key, until_s), [key], math.inf, is_read=False) == [True]
+        begun = self._each(lambda key: self._begin(key, until_s), [key], math.inf, is_read=False, pool=self._find_pool)
+        return begun == [True]
 
     def who(self, key: bytes) -> float | None:
         self._require([key])
@@ -150,7 +156,7 @@ class DirPageStore(RemotePageStore):
             found.append(self._last_lease(key)[1])
             return True
 
-        self._each(look, [key], math.inf, is_read=True)
+        self._each(look, [key], math.inf, is_read=True, pool=self._find_pool)
         return found[0] if found and found[0] > time.time() else None
 
     def _begin(self, key: bytes, until_s: float) -> bool:
@@ -168,27 +174,38 @@ class DirPageStore(RemotePageStore):
             new.unlink(missing_ok=True)
 
     def _last_lease(self, key: bytes) -> tuple[str, float]:
-        """Return the file name of the next lease of a key, and the end of its last lease; 0 if it had no lease. The
-        name of a lease contains the end of the previous lease, so only one machine can follow an expired lease."""
+        """Return the file name of the next lease of a key, and the end of the last lease of this key; 0 if the key
+        never had a lease. The name of a lease contains the end of the previous lease, so only one machine can follow an
+        expired lease."""
         digest, end_s = hashlib.sha256(key).hexdigest(), 0.0
         while True:
             file = f"{self._root}/{LEASES}/{digest[:2]}/{digest}.{end_s:.3f}"
             try:
-                text = Path(file).read_text(errors="replace")
+                with open(file, errors="replace") as lease:
+                    text = lease.read(_MAX_LEASE_CHARS)
             except FileNotFoundError:
                 return file, end_s
             with contextlib.suppress(ValueError):
-                if float(text) > end_s:
+                if end_s < float(text) < _MAX_END_S:
                     end_s = float(text)
                     continue
             return file, end_s
 
     def _disconnect(self) -> None:
         self._pool.shutdown()
+        self._find_pool.shutdown()
 
-    def _each(self, do: Callable[[Any], bool], items: Sequence[Any], deadline_s: float, *, is_read: bool) -> list[bool]:
-        """Call `do` for each item in parallel. Returns False for each item that fails. When reading, an absent file is
-        a miss and not a failure."""
+    def _each(
+        self,
+        do: Callable[[Any], bool],
+        items: Sequence[Any],
+        deadline_s: float,
+        *,
+        is_read: bool,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> list[bool]:
+        """Call `do` for each item in parallel, in the threads of `pool`. Returns False for each item that fails. When
+        reading, an absent file is a miss and not a failure."""
 
         def attempt(item: Any) -> bool | Exception:
             if time.monotonic() >= deadline_s:
@@ -198,15 +215,13 @@ class DirPageStore(RemotePageStore):
             except OSError as error:
                 return False if is_read and error.errno in (errno.ENOENT, errno.ESTALE) else error
 
-        return self._answers(list(self._pool.map(attempt, items)), is_read=is_read)
+        return self._answers(list((pool or self._pool).map(attempt, items)), is_read=is_read)
 
     def _file(self, key: bytes) -> str:
-        digest = hashlib.sha256(key).hexdigest()
-        name = key.hex() if len(key) <= _MAX_NAMED_KEY_BYTES else f"sha256-{digest}"
-        return f"{self._root}/{digest[:2]}/{digest[2:4]}/{name}"
+        return f"{self._root}/{file_of(key)}"
 
     def _is_present(self, key: bytes) -> bool:
-        """Return whether there is a file of the page key, and record a use of the page."""
+        """Return whether the page has a file, and record a use of the page."""
         file = self._file(key)
         try:
             _touch(file, os.stat(file).st_mtime)
@@ -216,7 +231,7 @@ class DirPageStore(RemotePageStore):
 
     def _read(self, key: bytes, page: PageBuffer | None = None) -> _Stored | None:
         """Read the value of a page key. Returns None, and counts a failure, if the file does not contain this value. A
-        raw payload is read directly into `page` if that is aligned. Raises OSError."""
+        raw payload is read directly into `page` if `page` is aligned. Raises OSError."""
         file = self._file(key)
         stored = read_file(file, self._codecs.max_value_bytes - HEADER_BYTES, key, page)
         if stored.reason:
@@ -247,7 +262,7 @@ class DirPageStore(RemotePageStore):
         return True
 
     def _make_folder(self, folder: Path) -> None:
-        """Create a folder in an existing one, with the permissions of the directory."""
+        """Create a folder whose parent exists, with the permissions of the store's directory."""
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             folder.chmod(self._mode & 0o2777)
@@ -261,17 +276,32 @@ class DirPageStore(RemotePageStore):
             new.replace(file)
 
 
+def file_of(key: bytes) -> str:
+    """Return the path of the file of a page, relative to the folder of its namespace."""
+    digest = hashlib.sha256(key).hexdigest()
+    name = key.hex() if len(key) <= _MAX_NAMED_KEY_BYTES else f"sha256-{digest}"
+    return f"{digest[:2]}/{digest[2:4]}/{name}"
+
+
+def directory_options(at: StoreUrl) -> dict[str, Any]:
+    """Return the options in the URL of a directory. Raises StoreError if the URL or an option is invalid."""
+    if at.host or at.path in ("", "/") or at.user or at.password:
+        raise StoreError("a URL of a directory names it by its absolute path: dir:///mnt/shared/kv")
+    return at.options(level=1, concurrency=8)
+
+
 def shared_folder(path: str) -> Path:
-    """The folder of all namespaces in the directory `path`. StoreUnavailable if the directory does not exist."""
+    """Return the folder of all namespaces in the directory `path`. Raises StoreUnavailable if the directory does not
+    exist."""
     if not os.path.isdir(path):
         raise StoreUnavailable(f"the directory {path} does not exist; mount it, or create it")
     return Path(path) / FOLDER
 
 
 def read_file(file: str, max_payload_bytes: int, key: bytes | None = None, page: PageBuffer | None = None) -> _Stored:
-    """Read a file of a page. The payload is valid until the same thread reads the next file; it lies in `page` if its
-    length and alignment allow. `key`: of the page, whose use is noted; None to accept any page, and to note no use.
-    Raises OSError."""
+    """Read a file of a page. The payload is valid until the same thread reads the next file. The payload lies in `page`
+    if the length and the alignment of `page` allow it. `key`: the key of the expected page; the call records a use of
+    this page. If `key` is None, any page is accepted, and no use is recorded. Raises OSError."""
     block = _blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
     descriptor = _open(file, os.O_RDONLY)
     try:
@@ -288,25 +318,26 @@ def read_file(file: str, max_payload_bytes: int, key: bytes | None = None, page:
     if found is not None:
         fields = parse_header(found.header)
     if done < BLOCK_BYTES or found is None or (key is not None and found.key != key):
-        return _Stored.refused("its file holds no page, or another one")
+        return _Stored.refused("its file has no page, or the page of another key")
     if isinstance(fields, str) or room_bytes != round_up(fields.stored_bytes) or done < about.st_size:
         return _Stored.refused(fields if isinstance(fields, str) else f"file of {about.st_size} bytes")
     if key is not None:
         _touch(file, about.st_mtime)
     payload = target[: fields.stored_bytes]
-    if is_direct and fields.stored_bytes != room_bytes:  # decoding needs another memory than the page
+    if is_direct and fields.stored_bytes != room_bytes:  # payload must not lie in `page` for decoding
         payload = memoryview(bytes(payload))
     return _Stored(found.key, found.header, payload)
 
 
 def _unpublished(file: str) -> str:
-    """A name in the folder of `file` that no other writer uses."""
+    """Return a file name in the folder of `file` that no other writer uses."""
     folder, name = os.path.split(file)
     return f"{folder}/.{name}.{secrets.token_hex(8)}{NEW_SUFFIX}"
 
 
 def _touch(file: str, modified_s: float) -> None:
-    """Note a use of a file, unless that was noted within the last hour. Without the permission nothing is noted."""
+    """Set the modification time of a file to now, unless it is less than an hour old. Does nothing without the
+    permission."""
     if time.time() - modified_s > _TOUCH_S:
         with contextlib.suppress(OSError):
             os.utime(file)
@@ -320,13 +351,14 @@ def _open(file: str, flags: int) -> int:
         if error.errno not in _NO_DIRECT:
             raise
         if flags & os.O_CREAT:
-            with contextlib.suppress(FileNotFoundError):  # some file systems create the file and refuse then
+            with contextlib.suppress(FileNotFoundError):  # some file systems create the file before they refuse
                 os.unlink(file)
         return os.open(file, flags | os.O_CLOEXEC, 0o600)
 
 
 def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[memoryview]) -> int:
-    """Read or write all parts from the start of a file; returns the bytes done, less at the end of the file."""
+    """Read or write all parts from the start of a file. Returns the number of bytes read or written; a read that
+    reaches the end of the file returns less than the length of the parts."""
     done, left = 0, [part for part in parts if len(part)]
     while left:
         try:
@@ -360,11 +392,12 @@ def _aligned_parts(block: SlotBlock, payload: memoryview) -> list[memoryview]:
 
 def _publish(new: str, file: str) -> bool:
     """Publish a complete file under its final name. Returns False if another writer was first. On a file system without
-    links the file is renamed; then the last writer of the same page wins."""
+    links the file is renamed; then the last of several writers of a page wins."""
     try:
         os.link(new, file)
     except FileExistsError:
-        return False
+        # If the answer of an NFS server is lost, the client repeats the call, which then finds its own link.
+        return os.stat(new).st_nlink > 1
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

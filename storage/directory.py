@@ -1,8 +1,9 @@
-"""The directory of a store: its file names, their modes, and the lock of the only process that writes.
+"""The directory of a store: the names and modes of its files, and the lock of the only process that may write.
 
 The kernel lists the process that holds the lock, and releases the lock when this process ends for any reason, so the
-lock file is never stale. The file is empty while the lock is held. Before the holder closes the store, it writes one
-byte; then a process that wants to open the store waits instead of failing.
+lock file is never stale. The file is empty while the lock is held. Before the holder of the lock closes the store, it
+writes one byte to this file. A process that finds this byte waits for the lock; without it, the process fails to open
+the store.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _warn_of_no_sync(path: str, why: str) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `file` when the block ends. After a power failure at any time, the old or the new
-    file is there, complete."""
+    """Open a new file that replaces `file` when the `with` block ends. After a power failure, `file` is the complete
+    old file or the complete new file."""
     new = file.with_name(file.name + NEW_SUFFIX)
     with open(new, "w+b", opener=open_private) as written:
         yield written
@@ -94,7 +95,8 @@ class WriterLock:
     """The lock that a process must hold to write to a directory, from construction to `close`.
 
     A missing directory is created, private to its user. The files in an existing directory are made private, with a
-    warning. Waits at most `wait_s` for a holder that is about to close. Raises `StoreLocked` or `StoreError`.
+    warning. If another process holds the lock and has announced that it will close, the constructor waits at most
+    `wait_s` seconds. Raises `StoreLocked` or `StoreError`.
     """
 
     def __init__(self, path: Path, wait_s: float = _CLOSING_WAIT_S) -> None:
@@ -105,12 +107,12 @@ class WriterLock:
                 self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
                 held.callback(os.close, self._descriptor)
                 self._acquire(wait_s)
-                # Closing the descriptor does not unlock while a forked child also has it.
+                # If a forked child also has the descriptor, closing it here does not release the lock.
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)
                 self.require_same()  # the directory may have been removed while this call waited
                 before = os.fstat(self._descriptor)
-                os.ftruncate(self._descriptor, 0)  # not earlier: other waiting processes would raise
-                # the time of the last use of the store
+                os.ftruncate(self._descriptor, 0)  # other processes stop waiting when the file is empty
+                # Keep the modification time, which is the time of the last use of the store.
                 os.utime(self._descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
@@ -128,8 +130,8 @@ class WriterLock:
             self._held = held.pop_all()
 
     def _acquire(self, wait_s: float) -> None:
-        """Acquire the lock. Raises BlockingIOError if another process holds it and does not close within `wait_s`
-        seconds."""
+        """Acquire the lock. Raises BlockingIOError if another process holds the lock and has not announced that it will
+        close, or does not close within `wait_s` seconds."""
         until_s = time.monotonic() + wait_s
         while True:
             try:
@@ -156,8 +158,8 @@ class WriterLock:
             log.warning("%s: the next process that opens the store does not wait for this one: %s", self._path, error)
 
     def require_same(self) -> None:
-        """Raise OSError if the path no longer leads to the locked directory: a store at the path then has another
-        writer."""
+        """Raise OSError if the path no longer leads to the locked directory, because another process may then write to
+        the store at the path."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path / LOCK_FILE)):
                 return

@@ -1,4 +1,4 @@
-"""Measures the rates at which a file system writes and reads a file, past the system's page cache if possible."""
+"""Measures how fast a file system writes and reads a file. Bypasses the page cache of the system if possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _CHUNK_BYTES = 8 << 20
 
 
 class DiskRate(NamedTuple):
-    """Bytes per second. `is_direct`: False if the file system refuses O_DIRECT; then reads may come from memory."""
+    """Rates in bytes per second. `is_direct`: False if the file system refuses O_DIRECT; then the page cache may serve
+    reads."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float

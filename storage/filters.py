@@ -1,7 +1,8 @@
-"""Page sizes of a store and their filters: a filter reorders the bytes of a page before compression, and back.
+"""Page sizes of a store and their filters. A filter reorders the bytes of a page before compression, and restores their
+order after decompression.
 
 zstd compresses bytes that resemble their neighbours. In a page of numbers the i-th bytes of all elements resemble each
-other (exponents repeat, mantissas do not). A filter changes no byte.
+other, because exponents repeat. A filter moves bytes and does not change their values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Elements: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class PageFilter:
-    """The order of the bytes of a page before zstd. By kind, the axes of a page, outermost first:
+    """The order of the bytes of a page before zstd compresses it. For each kind, the axes of a page before and after
+    the filter, outermost first:
 
         none          unchanged
         byte_shuffle  [elements, element_bytes] -> [element_bytes, elements]
@@ -56,9 +58,10 @@ class PageFormat:
 
 
 def shuffle(filter: PageFilter, page: PageBuffer, shuffled: PageBuffer) -> None:
-    """Fill `shuffled` with the bytes of `page`, reordered by `filter`. The filter must fit the size of the page. Both
-    are contiguous uint8 `[page_bytes]` and do not overlap."""
-    # The lowest bytes of all elements are first. The unsafe cast keeps the low byte of each shifted element.
+    """Fill `shuffled` with the bytes of `page`, reordered by `filter`. The filter must fit the size of the page. `page`
+    and `shuffled` are contiguous uint8 `[page_bytes]` and do not overlap."""
+    # `shuffled` starts with the lowest bytes of all elements. The unsafe cast keeps the low byte of each shifted
+    # element.
     for i, plane in enumerate(_byte_planes(filter, shuffled)):
         np.right_shift(_elements(filter, page), 8 * i, out=plane, casting="unsafe")
 

@@ -1,4 +1,4 @@
-"""The index of a store: the slot and the last use of each page. An LMDB environment of three tables.
+"""The index of a store: the slot and the last use of each page. The index is an LMDB environment of three tables.
 
     pages   key -> u64 slot, u32 bytes of the payload, u32 bytes of the page (little-endian)
     slots   u32 bytes of the page, u32 bytes of the slot, u64 slot (big-endian) -> key
@@ -7,13 +7,14 @@
 
 The table `uses` and the note are written only when the index is sealed.
 
-While a store is open its index is an anonymous file in memory: a disk that hangs does not block a look-up, and the
-index ends with its process. A closed store has a copy in a file, sealed by a checksum. LMDB trusts the file that it
-maps, so the copy is compared with its seal before it is mapped. The records are not verified: a wrong record leads to a
-slot that names another page.
+While a store is open, its index is an anonymous file in memory. So a disk that hangs does not block a look-up, and the
+index disappears when the process ends. A closed store has a copy of the index in a file, sealed by a checksum. LMDB
+trusts every file that it maps, so the checksum is verified before LMDB maps the copy. The records of the index are not
+verified: if a record names a wrong slot, the reader finds the key of another page in this slot.
 
-Uses are one array of ticks for each slot length, with one tick per slot, so a use writes one array element. The least
-recently used pages are chosen in batches. Before a chosen page is evicted, its tick is compared again.
+The last uses are one array of ticks for each slot length, with one tick per slot, so recording a use writes one array
+element. The least recently used pages are chosen in batches. A chosen page is evicted only if its tick is still the
+same.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ log = logging.getLogger("hicache.storage")
 
 _TABLES = (b"pages", b"slots", b"uses")
 _NOTE = b"note"
-_OTHER_PAGES = 4  # constant pages of the file: two for LMDB's meta data, one for table names, one for the table of uses
-_MIN_MAP_BYTES = 1 << 30  # bytes of address space, which take no memory
+_OTHER_PAGES = 4  # LMDB pages of an empty index: two for meta data, one for table names, one for the table `uses`
+_MIN_MAP_BYTES = 1 << 30  # bytes of address space; unused ones take no memory
 _SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
-# number of slots that are chosen together as victims: at least 4096, or 1/64 of all
+# number of slots that are chosen for eviction in one batch: 1/64 of all slots, but at least 4096
 _MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64
 _MIN_SPARE, _SPARE_SHARE = 128, 8
-_KEPT_SHARE = 0.9  # of the bytes in slots, for pages with a deadline
-_KEPT = np.uint64(1 << 63)  # added to the tick of a kept page in comparisons
+_KEPT_SHARE = 0.9  # share of the bytes in slots that pages with deadlines may take
+_KEPT = np.uint64(1 << 63)  # added to the tick of a page with a deadline, to sort it last
 _ENTRY, _SLOT, _LENGTH = struct.Struct("<QII"), struct.Struct(">IIQ"), struct.Struct(">II")
 TICK = np.dtype("<u8")
 _RECORD = np.dtype([("slot", "<u8"), ("payload_bytes", "<u4"), ("page_bytes", "<u4")])
 
-# Errors that LMDB calls raise: LMDB's own, those of the operating system, and SystemError, which the binding raises for
-# a failure that it cannot name.
+# Errors that LMDB calls raise: `lmdb.Error`, OSError, and SystemError, which the Python binding raises for failures
+# without a class of their own.
 io_errors: tuple[type[Exception], ...] = (OSError, SystemError, lmdb.Error)
 
 
@@ -90,16 +91,16 @@ class UseOrder:
     methods.
 
     A page may have a deadline: until the deadline, the page is evicted after pages without a deadline. Pages with
-    deadlines take at most nine tenths of the bytes in slots; beyond that, the least recently used of them lose their
-    deadlines. A restart deletes all deadlines.
+    deadlines take at most nine tenths of the bytes in slots. If pages with deadlines exceed this share, the least
+    recently used of these pages are no longer protected. A restart deletes all deadlines.
 
-    A use noted while an array grows may be lost. A use of a page that was just removed marks a slot without a page.
-    Both cases affect only the eviction order.
+    A use that is recorded while an array grows may be lost. A use of a page that was just removed is recorded for a
+    slot without a page. Lost or misplaced uses affect only the eviction order.
     """
 
     def __init__(self, ticks: Mapping[SlotLength, npt.NDArray[np.uint64]]) -> None:
         self._ticks = dict(ticks)
-        self._until_s = dict[SlotLength, npt.NDArray[np.float64]]()  # deadline of each slot; shorter than the ticks
+        self._until_s = dict[SlotLength, npt.NDArray[np.float64]]()  # deadlines; may be shorter than `_ticks`
         self._chosen: Iterator[LastUse] = iter(())
         self.restart_clock()
 
@@ -110,7 +111,7 @@ class UseOrder:
 
     @property
     def num_slots(self) -> list[int]:
-        """Length of the array of each slot length; arrays have spare elements at the end."""
+        """Return the number of elements in the array of each slot length; arrays have spare elements at the end."""
         return [len(ticks) for ticks in self._ticks.values()]
 
     def restart_clock(self) -> None:
@@ -148,7 +149,7 @@ class UseOrder:
         return bool(deadlines.max(initial=0.0) > time.monotonic())
 
     def set(self, length: SlotLength, slot: int, tick: int) -> None:
-        """Note that `slot` has a new page, last used at `tick`, without a deadline."""
+        """Record that `slot` has a new page without a deadline, last used at `tick`."""
         deadlines = self._until_s.get(length)
         if deadlines is not None and slot < len(deadlines):
             deadlines[slot] = 0.0
@@ -171,15 +172,16 @@ class UseOrder:
                     ticks[last.slot] = 0
                     return last
             num = max(_MIN_CHOSEN, sum(self.num_slots) // _CHOSEN_SHARE)
-            # Kept pages are not in the batch: pages that are stored later must be evicted before them.
+            # A batch has no pages with deadlines, because pages that are stored after the choice must be evicted before
+            # them.
             chosen = self.by_use(num, with_kept=False) or self.by_use(1)
             if not chosen:
                 return None
             self._chosen = iter(chosen)
 
     def by_use(self, limit: int | None = None, *, with_kept: bool = True) -> list[LastUse]:
-        """Return at most `limit` slots that have a page, in the order of eviction. `with_kept`: include the pages that
-        a deadline protects, as the last ones."""
+        """Return at most `limit` slots that have a page, in the order of eviction. `with_kept`: append the pages that a
+        deadline protects."""
         lengths, uses = list(self._ticks), list(self._ticks.values())
         slots = [np.flatnonzero(ticks) for ticks in uses]
         if not slots:
@@ -209,8 +211,8 @@ class UseOrder:
         self, lengths: Sequence[SlotLength], slots: Sequence[npt.NDArray[np.int64]], ticks: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
         """Return for each page whether its deadline still protects it from eviction. If the pages with deadlines exceed
-        `_KEPT_SHARE` of the bytes of all pages, the least recently used of them are not protected. `slots`: the slots
-        with a page, by length; `ticks`: the last use of each page."""
+        `_KEPT_SHARE` of the bytes of all pages, the least recently used pages with deadlines are not protected.
+        `slots`: the slots with a page, by length; `ticks`: the last use of each page."""
         until_s = [self._deadlines(length, used) for length, used in zip(lengths, slots, strict=True)]
         is_kept = np.concatenate(until_s) > time.monotonic()
         kept = np.flatnonzero(is_kept)
@@ -225,13 +227,13 @@ class Index:
     """An open index. Any thread reads and notes uses; one thread writes. Errors of LMDB are not converted
     (`io_errors`). The caller closes the index when no thread is inside a call.
 
-    `uses`: the use order. `note`: a few bytes that clients store. LMDB has no lock file here, so one lock separates
-    readers and the writer; the work under it is short and does no I/O.
+    `uses`: the use order. `note`: a few bytes that clients store. This environment has no lock file of LMDB, so one
+    lock separates readers and the writer. A thread holds the lock for a short time and without I/O.
     """
 
     def __init__(self, budget_bytes: int, memory: int | None = None) -> None:
-        """Open the index in `memory`, a descriptor of a memfd, or an empty index if `memory` is None. The
-        `budget_bytes` of the store limit the size of the index."""
+        """Open the index in `memory`, a descriptor of a memfd. If `memory` is None, open an empty index.
+        `budget_bytes`, the budget of the store, limits the size of the index."""
         descriptor = memory_file("hicache-index") if memory is None else os.dup(memory)
         try:
             self._env = lmdb.open(
@@ -258,7 +260,8 @@ class Index:
 
     @classmethod
     def open_sealed(cls, file: Path, budget_bytes: int) -> Index | None:
-        """Open a copy of the sealed index in `file`. Returns None if there is no file, or its checksum is wrong."""
+        """Copy the sealed index in `file` to memory and open the copy. Returns None if the file is absent, cannot be
+        read, or has a wrong checksum."""
         with open(memory_file("hicache-index"), "wb") as memory:
             try:
                 with open(file, "rb") as source:
@@ -273,8 +276,8 @@ class Index:
             return cls(budget_bytes, memory.fileno())
 
     def seal(self, file: Path) -> None:
-        """Write a sealed copy to a file, while no thread reads or writes the index. Raises OSError if the disk
-        fails."""
+        """Write a sealed copy of the index to `file`. No other thread may read or write the index during the call.
+        Raises OSError if the disk fails."""
         with self._env.begin(write=True) as txn:
             txn.drop(self._uses, delete=False)
             for length, ticks in self.uses.ticks.items():
@@ -350,13 +353,14 @@ class Index:
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[IndexChanges]:
-        """Open a transaction: its changes become visible together when the block ends, and are dropped if it raises."""
+        """Open a transaction. All changes become visible together when the `with` block ends; if the block raises, no
+        change does."""
         with self._lock, self._env.begin(write=True) as txn:
             yield IndexChanges(txn, self._pages, self._slots, self.uses)
 
 
 class IndexChanges:
-    """The changes of one write transaction. Each page has one slot and each used slot one page."""
+    """The changes of one write transaction. Each page has one slot, and each used slot has one page."""
 
     def __init__(self, txn: Any, pages: Any, slots: Any, uses: UseOrder) -> None:
         self._txn = txn

@@ -1,8 +1,9 @@
-"""The embedded page store: verified, compressed pages in slot files, an index in LMDB, within its budget at all times.
+"""The embedded page store: compressed pages with checksums in slot files, an index in LMDB, and a budget that is never
+exceeded.
 
-A read merges the pages of one call that are in neighbouring slots. Between the look-up in the index and the read, a
-writer may store another page in the slot. So the store looks up a second time each page whose verification fails. Only
-a page that is still in the same slot counts as damaged.
+`get_into` reads pages that are in neighbouring slots with one read. Between the look-up of a page in the index and the
+read, a writer may store another page in the slot. So if the verification of a page fails, the store looks up the page
+again. Only a page that is still in the same slot counts as damaged.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _Read: TypeAlias = tuple[bytes, Entry, memoryview]  # key of a page, its entry, 
 
 @dataclass(frozen=True)
 class Fault:
-    """An inconsistency of a store. `key`: the damaged page, None if index or slots are inconsistent. `action`: ""
-    without repair, "dropped", "index rebuilt", or "kept" if the store could not be changed."""
+    """An inconsistency of a store. `key`: the key of the damaged page; None if the index or the slots are inconsistent.
+    `action`: "" without repair, "dropped", "index rebuilt", or "kept" if the store could not be changed."""
 
     key: bytes | None
     reason: str
@@ -73,15 +74,16 @@ class LmdbPageStore(DiskPages):
     store with another identity raises. `formats`: the page sizes, which are part of the identity, each with the filter
     that reorders pages of this size for compression. All sizes share the budget and one use order. `durability`: with
     "commit" pages are on disk before `put` returns. With "relaxed" a power failure may lose the pages of the last two
-    commits, up to 1/32 of the budget or 128 MiB. In both cases a killed process loses no page. `level` 0 stores raw, 1
-    to 22 are zstd levels. `cipher`: if given, pages are encrypted, and its key id is part of the identity, as
-    `cipher_key`. If the identity has `cipher_key` but no cipher is given, all methods except putting and getting pages
-    work. `budget_bytes`: opening with a smaller budget than before evicts at once. `on_removed`: called by the writing
-    thread after each commit that removed pages, with the keys of the pages that were evicted, deleted, or could not be
-    verified. `progress`: called with the number of slots done and of all slots while the index is rebuilt, if the store
-    was not closed. `rebuilt_pages`: number of pages found by the rebuild; None if no rebuild was needed. `keeps_index`:
-    keep an index that names pages which the files have lost, to verify the store. Without it the lost pages are logged
-    and the index is rebuilt. `shares_budget`: all stores in the folder of this one share the budget (`store_folder`).
+    commits, up to 1/32 of the budget or 128 MiB. With either durability, a killed process loses no page. `level` 0
+    stores raw, 1 to 22 are zstd levels. `cipher`: if given, pages are encrypted, and its key id is part of the
+    identity, as `cipher_key`. If the identity has `cipher_key` but no cipher is given, only the methods that put and
+    get pages raise. `budget_bytes`: maximum disk space; opening a store with a smaller budget evicts pages immediately.
+    `on_removed`: called by the writing thread after each commit that removed pages, with the keys of the pages that
+    were evicted, deleted, or could not be verified. `progress`: if the store was not closed, called during the rebuild
+    of the index with the number of slots read so far and the number of all slots. `rebuilt_pages`: number of pages
+    found by the rebuild; None if no rebuild was needed. `keeps_index`: keep the index even if it names pages that the
+    files have lost; `verify` needs this. If `keeps_index` is False, the number of lost pages is logged and the index is
+    rebuilt. `shares_budget`: all stores in the folder of this one share the budget (`store_folder`).
 
     A failed write makes the store read-only until `reopen` succeeds. Raises `StoreError` or a subclass if the store
     cannot be opened or a caller passes wrong arguments, and NotRunning in a forked process.
@@ -116,7 +118,7 @@ class LmdbPageStore(DiskPages):
         self._codecs = codecs
         self._missing_key_id = "" if cipher else files.record.key_id
         self._counters = Counters()
-        # pages that do not verify; they are misses until the writer has deleted them
+        # keys of pages that failed verification; these pages are misses until the writer thread has deleted them
         self._corrupt = dict[bytes, None]()
         self._scratch = Scratch()
         self._writing = threading.Lock()
@@ -139,8 +141,8 @@ class LmdbPageStore(DiskPages):
 
     @property
     def note(self) -> bytes:
-        """Return the note: bytes that clients store with the pages, b"" at first. The note is lost if the index is not
-        sealed."""
+        """Return the note: bytes that a client stores in the index of the store. A new store has the note b"". The note
+        is lost if the process ends without closing the store."""
         return self._files.index.note
 
     @note.setter
@@ -149,7 +151,8 @@ class LmdbPageStore(DiskPages):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[GroupWriter]:
-        """Give the writer to one thread at a time. Raises `StoreError` if the store is closed."""
+        """Yield the writer; other threads wait until the `with` block ends. Raises `StoreError` if the store is
+        closed."""
         # checked first, because in a forked process another thread may hold the lock forever
         self._files.owner.require_here()
         with self._writing:
@@ -160,7 +163,7 @@ class LmdbPageStore(DiskPages):
         """Do nothing, because files are read to and written from any memory."""
 
     def announce_close(self) -> None:
-        """Announce that the store will be closed soon: a process that opens it then waits instead of failing."""
+        """Announce that the store will be closed soon. A process that opens the store then waits instead of failing."""
         self._files.lock.announce_close()
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
@@ -190,7 +193,7 @@ class LmdbPageStore(DiskPages):
                         for run in runs(of_file, lambda one: one.entry.slot):
                             for one in self._get(pages, run):
                                 found[one.number] = True
-                # The order is oldest first, so that the first key of the call becomes the most recently used.
+                # The last key is noted first, so that the first key of the call becomes the most recently used.
                 for one in reversed(pending):
                     if found[one.number]:
                         pages.index.uses.note(one.entry.length, one.entry.slot)
@@ -208,8 +211,9 @@ class LmdbPageStore(DiskPages):
             self._note_failed(error)
 
     def keep_until(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Count pages as used, and evict them after other pages until `until_s` of `time.monotonic`; absent keys are
-        ignored. At most nine tenths of the stored bytes are kept; see `UseOrder`."""
+        """Count pages as used. Until `until_s`, a time of `time.monotonic`, the store evicts these pages only after all
+        other pages. Absent keys are ignored. At most nine tenths of the stored bytes are protected in this way; see
+        `UseOrder`."""
         check_keys(keys)
         try:
             with self.reading() as pages:
@@ -268,8 +272,9 @@ class LmdbPageStore(DiskPages):
 
     def stats(self) -> StoreStats:
         writer, budget_bytes = self._writer, self._files.record.budget_bytes
-        now = {**writer.sizes._asdict(), "file_bytes": writer.file_bytes, "read_only": writer.read_only}
+        now = {**writer.sizes._asdict(), "file_bytes": writer.file_bytes, "others_bytes": writer.others_bytes}
         now |= {"drive_bytes": self._files.drive_bytes, "open_seconds": int(time.monotonic() - self._opened_s)}
+        now["read_only"] = writer.read_only
         return dataclasses.replace(self._counters.now, budget_bytes=budget_bytes, **now)
 
     def reading(self) -> AbstractContextManager[StoreFiles]:
@@ -301,7 +306,7 @@ class LmdbPageStore(DiskPages):
         if found.num_misplaced:
             yield Fault(None, f"{found.num_misplaced} of {len(entries)} pages have no slot of their own in their file")
         if (found.sizes, found.used) != (slots.sizes, slots.used):
-            yield Fault(None, f"counted are {slots.sizes}, and there are {found.sizes}, or slots of others are in use")
+            yield Fault(None, f"counters {slots.sizes} differ from the index ({found.sizes}), or the used slots differ")
 
     def check(self) -> None:
         """Verify all values, the index and the counters. No thread may write during the call. Raises one `StoreCorrupt`
@@ -315,7 +320,8 @@ class LmdbPageStore(DiskPages):
             raise StoreCorrupt(f"the store {self._files.path} has {len(found)} violation(s): {'; '.join(found)}", found)
 
     def keep_budget(self) -> None:
-        """Evict pages until other stores of the folder have their share of the budget, as each `put` does."""
+        """Evict pages until the other stores of the folder have their share of the common budget. Each `put` does this
+        too."""
         with self.writing() as writer:
             writer.keep_budget()
 
@@ -325,7 +331,7 @@ class LmdbPageStore(DiskPages):
         return self.stats().entries == 0
 
     def compact(self) -> int:
-        """Give free slots back to the file system. Returns by how many bytes the files shrank."""
+        """Give free slots back to the file system. Returns the number of bytes by which the files became smaller."""
         with self.writing() as writer:
             before_bytes = writer.file_bytes
             writer.evict_to(self._files.record.budget_bytes)
@@ -348,8 +354,8 @@ class LmdbPageStore(DiskPages):
                 self._writer.close()
 
     def _stored_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:
-        """Return the bytes of a value, not verified, or the reason why its slot does not have the value. Raises OSError
-        if the disk fails."""
+        """Return the unverified bytes of a value, or the reason why the slot does not have the value. Raises OSError if
+        the disk fails."""
         payload = self._scratch.take(entry.length.slot_bytes)
         (header,) = self._read(pages, [(key, entry, payload)])
         return header if isinstance(header, str) else header + bytes(payload[: entry.payload_bytes])
@@ -361,8 +367,8 @@ class LmdbPageStore(DiskPages):
         encode: Callable[[Mapping[bytes, T]], Generator[HeaderAndPayload, None, None]],
         deadline_s: float,
     ) -> list[bool]:
-        """Store the absent pages of `items`; `encode` yields their values, in order. Commits in groups: if a call
-        exceeds the budget, it evicts the pages of its own first groups, the last keys of the call."""
+        """Store the absent pages of `items`; `encode` yields their values, in order. Pages are committed in groups, the
+        last keys first. If a call exceeds the budget, its later groups evict the pages of its first groups."""
         with self.writing() as writer:
             if writer.read_only:
                 return [False] * len(items)
@@ -452,12 +458,13 @@ class LmdbPageStore(DiskPages):
         return False
 
     def _decode(self, pages: StoreFiles, run: Sequence[_PendingRead]) -> list[str]:
-        """Read and decode pages in consecutive slots. Returns for each page "" if its buffer has it, otherwise the
-        reason. Raises OSError if the disk fails."""
+        """Read and decode pages in consecutive slots. Returns for each page "" if the buffer has the verified page,
+        otherwise the reason. Raises OSError if the disk fails."""
         scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
         for _, key, entry, buffer in run:
             payload = buffer.data
-            # otherwise the page is read directly into its buffer, without a copy
+            # A raw page with an aligned buffer is read directly into this buffer; any other payload is read into
+            # scratch memory.
             if entry.payload_bytes != len(buffer) or not is_aligned(buffer):
                 payload, scratch = scratch[: entry.length.slot_bytes], scratch[entry.length.slot_bytes :]
             reads.append((key, entry, payload))
@@ -471,8 +478,8 @@ class LmdbPageStore(DiskPages):
         return reasons
 
     def _read(self, pages: StoreFiles, run: Sequence[_Read]) -> list[bytes | str]:
-        """Read payloads in consecutive slots. Returns for each the header of its value, or the reason why the slot does
-        not have it. Raises OSError if the disk fails."""
+        """Read payloads in consecutive slots. Returns for each page the header of its value, or the reason why the slot
+        does not have the page. Raises OSError if the disk fails."""
         file = pages.slot_files.get(run[0][1].length)
         if file is None:
             return ["there are no slots for such pages"] * len(run)

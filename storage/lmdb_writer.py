@@ -1,15 +1,16 @@
 """The write path of a store: commits, the budget, and the read-only state after a failed write.
 
 A commit stores one group of pages. The writer evicts pages until enough slots of the needed lengths are free or can be
-allocated within the budget. It writes the new pages to slots, syncs the slots, and enters the pages in the index. So
-the index never names a slot before its page is written, and a commit never overwrites a slot that the index names. Used
-slots, free slots and the index together need at most the budget.
+allocated within the budget. The writer writes the new pages to slots, syncs the slots, and enters the pages in the
+index. So the index names a slot only after the page in this slot is written, and a commit never overwrites a slot that
+the index names. Used slots, free slots and the index together need at most the budget.
 
-The least recently used pages are evicted. If that leaves too many free slots of lengths that are no longer written,
-the writer empties the segment with the most free bytes: its disk space then serves any length.
+The least recently used pages are evicted. Eviction may leave many free slots of a length that the writer no longer
+needs. If many such slots are free, the writer empties the segment with the most free bytes, so that slots of any length
+can use the disk space of this segment.
 
-With durability "commit" the slots are on disk before their pages are acknowledged, with "relaxed" one commit later: a
-thread syncs one group while the next one is written.
+With durability "commit", slots are on disk before `put` reports their pages as stored. With "relaxed", slots are on
+disk one commit later, because a thread syncs one group while the writer writes the next group.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _Batch: TypeAlias = list[tuple[bytes, HeaderAndPayload]]
 
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20
 _MAX_EVICTIONS = 256  # maximum pages evicted in one commit
-# maximum bytes of values whose slots are chosen together; adjacent slots are written in one call
+# maximum bytes of values for which slots are chosen together; one call writes all adjacent slots of a batch
 _BATCH_BYTES = 16 << 20
 _SCATTERED_SHARE = 16  # a segment is emptied if free slots in segments with pages take more than 1/16 of the budget
 _MIN_SLOTS, _MIN_INDEX_BYTES = 8, 256 << 10
@@ -65,11 +66,12 @@ def require_budget(record: StoreRecord) -> None:
 
 
 class GroupWriter:
-    """Commits changes to the files, and deletes the pages that readers found `corrupt`; one thread.
+    """Commits changes to the files, and deletes the pages in `corrupt`, whose verification failed in a reader. One
+    thread calls the methods.
 
     When a commit fails, `read_only` becomes true, and every call except `reopen` and `delete` does nothing.
     `on_removed` is called after a commit with the keys that it removed. `sizes` and `file_bytes`: values after the last
-    commit. `shares_budget`: see `LmdbPageStore`.
+    commit. `others_bytes`: see `StoreBudget`; the value after the last commit. `shares_budget`: see `LmdbPageStore`.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class GroupWriter:
         self._call_tick = 0
         self.sizes: Sizes = files.slots.sizes
         self.file_bytes = files.file_bytes()
+        self.others_bytes = 0
         self._syncing: Future[None] | None = None
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="hicache-disk-sync")
         self._open_within_budget()
@@ -100,8 +103,8 @@ class GroupWriter:
         return self._files.slots
 
     def put(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> bool:
-        """Store the values of absent pages in one commit, evicting if the budget requires it. Returns False if the
-        commit failed. The last key becomes the most recently used."""
+        """Store the values of absent pages in one commit. Evicts other pages if the budget requires it. Returns False
+        if the commit failed. The last key becomes the most recently used."""
         stored = self._run(lambda: self._store(keys, values))
         if stored is None:
             return False
@@ -111,11 +114,12 @@ class GroupWriter:
         return True
 
     def begin_call(self) -> None:
-        """Start a call: until the next call, no segment with pages that were stored or used since now is emptied."""
+        """Start a call of the store. Until the next `begin_call`, the writer empties no segment that has a page stored
+        or used after this moment."""
         self._call_tick = self._files.index.uses.next_tick()
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove pages, which needs no disk space; returns how many were present."""
+        """Remove pages, and return the number of pages that were present. Removing pages needs no disk space."""
 
         def work() -> int:
             self._delete_corrupt()
@@ -128,14 +132,14 @@ class GroupWriter:
         return self._change(work) or 0
 
     def keep_budget(self) -> int:
-        """Evict pages until other stores of the folder have their share of the budget, and record a use of this store.
-        Returns the number of evicted pages."""
+        """Evict pages until the other stores of the folder have their share of the common budget, and record a use of
+        this store. Returns the number of evicted pages."""
         max_bytes = self._run(lambda: self._budget.bytes_for(self.file_bytes))
         return self.evict_to(max_bytes) if max_bytes is not None and self.file_bytes > max_bytes else 0
 
     def evict_to(self, used_bytes: int) -> int:
-        """Evict until used slots and index need at most `used_bytes`, and truncate the files; returns the number of
-        evicted pages."""
+        """Evict pages until used slots and index need at most `used_bytes`, and truncate the files. Returns the number
+        of evicted pages."""
 
         def work() -> int:
             self._delete_corrupt()
@@ -185,16 +189,19 @@ class GroupWriter:
         self._files.close(is_complete=not self._is_index_lost)
 
     def _run(self, work: Callable[[], T]) -> T | None:
-        """Call `work`, which changes the store. Returns None if this failed, or if the store is read-only."""
+        """Call `work`, which changes the store, and return its result. Returns None if `work` failed, or if the store
+        is read-only."""
         return None if self.read_only else self._change(work)
 
     def _change(self, work: Callable[[], T]) -> T | None:
-        """Call `work`, which changes the store, even if the store is read-only. Returns None if this failed."""
+        """Call `work`, which changes the store, and return its result. This method also works while the store refuses
+        writes of clients. Returns None if `work` failed."""
         try:
             self._files.lock.require_same()
             result = work()
             self.sizes = self._files.slots.sizes
             self.file_bytes = self._files.file_bytes()
+            self.others_bytes = self._budget.others_bytes
             return result
         except io_errors as error:
             self._become_read_only(error)
@@ -223,8 +230,9 @@ class GroupWriter:
             log.warning("the store %s %s: %s are evicted", self._files.path, budgets, evicted)
 
     def _evict_for(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
-        """Evict until the `needed` slots are free or can be allocated within the budget, then reserve them.
-        `max_index_bytes`: growth of the index by the commit. OSError (ENOSPC) if evicting is not enough."""
+        """Evict pages until the `needed` slots are free or can be allocated within the budget, then reserve these
+        slots. `max_index_bytes`: maximum growth of the index in the commit. Raises OSError (ENOSPC) if evicting does
+        not free enough space."""
         slots, index = self._files.slots, self._files.index
         while True:
             index_bytes = _SPARE_BYTES + max_index_bytes + index.num_bytes()
@@ -240,13 +248,13 @@ class GroupWriter:
             if segment and (index.uses.newest(*segment) > self._call_tick or index.uses.has_deadline(*segment)):
                 segment = None
             if not (self._evict_segment(segment) if segment else self._evict_oldest(missing_bytes)):
-                slots.trim()  # frees space on file systems without holes, if the end of a file has no page
+                slots.trim()  # frees the end of a file, also on file systems without holes
                 if slots.missing_bytes(needed, max_bytes) > 0:
                     raise OSError(errno.ENOSPC, f"{missing_bytes} bytes more than the budget are needed")
 
     def _evict(self, used_bytes: int) -> int:
         """Evict the least recently used pages until used slots and index have at most `used_bytes`. Returns the number
-        of evicted pages. Works in batches, because the index shrinks with its pages."""
+        of evicted pages. Evicts in batches, because the index becomes smaller with each batch."""
         slots, index, num_evicted = self._files.slots, self._files.index, 0
         while (excess_bytes := slots.used_bytes + index.num_bytes() - used_bytes) > 0:
             if not (evicted := self._evict_oldest(excess_bytes)):
@@ -255,8 +263,8 @@ class GroupWriter:
         return num_evicted
 
     def _evict_oldest(self, num_bytes: int) -> int:
-        """Evict, in one commit, least recently used pages until their slots have `num_bytes`. Returns the number of
-        evicted pages."""
+        """Evict least recently used pages in one commit, until their slots have `num_bytes` or `_MAX_EVICTIONS` pages
+        are evicted. Returns the number of evicted pages."""
         removed = list[tuple[bytes, Entry | None]]()
         with self._files.index.changes() as changes:
             while num_bytes > 0 and len(removed) < _MAX_EVICTIONS and (oldest := changes.pop_oldest()):
@@ -285,7 +293,7 @@ class GroupWriter:
         index, written = self._files.index, list[tuple[bytes, Entry, int]]()
         index_bytes = sum(3 * len(key) + _ENTRY_BYTES for key in keys)
         try:
-            for batch in _batches(zip(keys, values, strict=False)):  # `values` also contains those of later commits
+            for batch in _batches(zip(keys, values, strict=False)):  # `values` also has values of later commits
                 self._write(batch, written, index_bytes)
             self._sync_group()
             with index.changes() as changes:
@@ -298,7 +306,8 @@ class GroupWriter:
         return [entry for _, entry, _ in written]
 
     def _write(self, batch: _Batch, written: list[tuple[bytes, Entry, int]], index_bytes: int) -> None:
-        """Write pages to free slots, consecutive slots in one call; append keys, entries and ticks to `written`."""
+        """Write pages to free slots, with one call for consecutive slots. Append the key, entry and tick of each page
+        to `written`."""
         needed = Counter(_length_of(value) for _, value in batch)
         self._evict_for(needed, index_bytes)
         taken, writes = self._files.slots.take(needed), defaultdict[SlotLength, list[SlotWrite]](list)
@@ -314,8 +323,8 @@ class GroupWriter:
                 self._files.slot_files[length].write(run)
 
     def _sync_group(self) -> None:
-        """Start to sync the written slots. With durability "commit" wait for it; with "relaxed" wait for the previous
-        sync instead."""
+        """Start to sync the written slots. With durability "commit", wait until this sync ends; with "relaxed", wait
+        until the previous sync ends."""
         before = self._syncing
         try:
             self._syncing = self._sync_thread.submit(self._sync_files)

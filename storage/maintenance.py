@@ -1,7 +1,7 @@
 """The commands of an operator for a store: describe, list, verify, repair, evict.
 
-These functions need no engine, because the record in the store has its identity and settings. Values are verified as
-stored, so an encrypted store can be verified without its key.
+These functions need no engine, because each store has a record of its identity and settings. The checksum covers the
+encrypted bytes, so an encrypted store can be verified without its key.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hicache.storage.store_folder import disk_bytes, is_store_name, last_use_s, 
 class StoreDescription:
     """Identity, settings and present sizes of a store. `key_id` is "" if pages are not encrypted.
 
-    `writer_pid`: the process that has the store open, 0 if its id is unknown, None if no process has it open. If a
-    process has it open, the sizes that only that process knows are None, and `file_bytes` does not include the index.
-    `last_use_s`: see `store_folder`.
+    `writer_pid`: the id of the process that has the store open, 0 if the id is unknown, None if no process has the
+    store open. If a process has the store open, `entries`, `live_bytes` and `raw_bytes` are None, and `file_bytes` does
+    not include the index. `last_use_s`: see `store_folder`.
     """
 
     path: Path
@@ -100,8 +100,8 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
 
 
 def bytes_to_evict(path: str | os.PathLike[str], budget_bytes: int) -> int:
-    """Return by how many bytes the stores of a path exceed `budget_bytes`, if `budget_bytes` is less than half of the
-    budget with which one of the stores was last opened; else 0."""
+    """Return the number of bytes by which the stores of a path exceed `budget_bytes`. Returns 0 unless one of the
+    stores was last opened with more than twice this budget."""
     stores = [folder for folder in store_folders(path) if is_store_name(folder.name)]
     budgets = [0]
     for folder in stores:
@@ -120,8 +120,8 @@ def open_existing(
     """Open a store, or the only store in a folder, for writing, with its recorded identity and settings. Raises
     `StoreError` and its subclasses.
 
-    An encrypted store can be opened without `cipher`: then pages cannot be put or read, but all functions here work.
-    `progress`, `keeps_index`: see `LmdbPageStore`.
+    An encrypted store can be opened without `cipher`. Then pages cannot be put or read, but all functions of this
+    module work. `progress`, `keeps_index`: see `LmdbPageStore`.
     """
     path = store_at(path)
     record = read_record(path)
@@ -142,7 +142,8 @@ def list_pages(store: LmdbPageStore, *, newest: bool = False, limit: int | None 
 def verify(
     store: LmdbPageStore, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
 ) -> VerifyReport:
-    """Verify every page, the index and the slots. `progress` is called with pages done and pages in all.
+    """Verify every page, the index and the slots. `progress` is called with the number of pages verified so far and the
+    number of all pages.
 
     With `repair` a wrong index is rebuilt from the slots, and pages that still do not verify are deleted.
     """
@@ -163,8 +164,8 @@ def verify(
 
 
 def evict(store: LmdbPageStore, to_bytes: int) -> int:
-    """Evict the least recently used pages until the store needs at most `to_bytes`, and give the freed space back to
-    the file system; returns how many pages were evicted."""
+    """Evict the least recently used pages until the store needs at most `to_bytes`, and return the freed space to the
+    file system. Returns the number of evicted pages."""
     if to_bytes < 0:
         raise StoreError(f"{to_bytes=}: a store cannot need less than nothing; use 0 to empty it")
     with store.writing() as writer:
@@ -172,7 +173,8 @@ def evict(store: LmdbPageStore, to_bytes: int) -> int:
 
 
 def _repaired(store: LmdbPageStore, writer: GroupWriter, faults: Sequence[Fault]) -> list[Fault]:
-    """Rebuild a wrong index, and delete pages that still do not verify; returns the faults with the action taken."""
+    """Rebuild a wrong index, and delete pages that still fail verification. Returns each fault with the action that was
+    taken."""
     left = faults
     if any(fault.key is None for fault in faults):
         writer.rebuild()

@@ -1,4 +1,5 @@
-"""Memory for pages and values: aligned for direct reads; small buffers are reused, large ones are freed after use."""
+"""Memory for pages and values, aligned for direct reads. Small buffers are reused, and large buffers are freed after
+use."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from hicache.storage.base import PageBuffer
 
 log = logging.getLogger(__name__)
 
-# bytes to which offset, length and memory of an O_DIRECT read are aligned; sufficient for every common disk
+# alignment in bytes of the file offset, the length and the memory address of an O_DIRECT read; sufficient for every
+# common disk
 ALIGNMENT = 4096
-# Buffers up to this size are reused for the next value, because page faults of fresh memory cost more than copying a
-# small value. A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
+# A buffer up to this size is reused for the next value, because page faults of new memory take longer than copying a
+# small value. A larger buffer, for example for a recurrent state of hundreds of MiB, must not stay allocated in every
+# thread.
 MAX_KEPT_BYTES = 64 << 20
 HUGE_PAGE_BYTES = 2 << 20
 _SHARED_FOLDER = "/dev/shm"
@@ -36,9 +39,9 @@ def aligned_buffer(num_bytes: int) -> memoryview:
     """Map page-aligned memory of `num_bytes`, rounded up to blocks, plus one block. The mapping uses no memory until it
     is touched.
 
-    From 2 MiB on it lies in huge pages, if the kernel has them. The reason for huge pages: a disk request has at most a
-    few hundred segments, each contiguous in memory, so with memory pages of 4 KiB a direct read could transfer only 1
-    MiB at a time.
+    Memory of 2 MiB or more lies in huge pages, if the kernel has them. A disk request has at most a few hundred
+    segments, each contiguous in memory. So with memory pages of 4 KiB a direct read could transfer only 1 MiB at a
+    time.
     """
     length = round_up(num_bytes) + ALIGNMENT
     if length < HUGE_PAGE_BYTES:
@@ -53,17 +56,18 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 
 
 def aligned_from_heap(num_bytes: int) -> memoryview:
-    """Allocate page-aligned memory from the heap, for one of many values. Unlike a new map, heap memory that is freed
-    and allocated again causes no page faults, which cost more than copying the value."""
+    """Allocate page-aligned memory from the heap, for one of many values. Heap memory that is freed and allocated again
+    causes no page faults. The page faults of a new mapping would take longer than copying the value."""
     memory = np.empty(round_up(num_bytes) + ALIGNMENT, dtype=np.uint8)
     return memory[-memory.ctypes.data % ALIGNMENT :][: round_up(num_bytes)].data
 
 
 def memory_file(name: str, num_bytes: int = 0) -> int:
     """Create a file of `num_bytes` zeros in memory and return its descriptor. If `num_bytes` is given, the file cannot
-    shrink, so a process that maps it can touch all of it. Raises OSError if there is not enough memory.
+    shrink, so a process that maps the file can access every byte. Raises OSError if there is not enough memory.
 
-    If memfd_create is refused, as by old seccomp profiles, the file lies in /dev/shm, whose size limits it.
+    If the kernel or an old seccomp profile refuses memfd_create, the file lies in /dev/shm and is limited by the size
+    of /dev/shm.
     """
     try:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -83,7 +87,7 @@ def memory_file(name: str, num_bytes: int = 0) -> int:
 
 @functools.cache
 def _warn_of_refusal(why: str) -> None:
-    """Warn once per reason."""
+    """Log one warning for each reason `why`."""
     log.warning(
         "memfd_create is refused here (%s): shared memory is taken from %s; allow it in the container's seccomp "
         "profile, or make %s as large as the host tier",
@@ -92,8 +96,8 @@ def _warn_of_refusal(why: str) -> None:
 
 
 def _file_without_name(num_bytes: int) -> int:
-    """Create an unlinked file in /dev/shm. Its memory is allocated now, because touching memory that is not available
-    later would end the process (SIGBUS)."""
+    """Create an unlinked file in /dev/shm. The memory of the file is allocated in this call. If memory were missing at
+    a later access, the kernel would kill the process (SIGBUS)."""
     with contextlib.ExitStack() as undone:
         try:
             descriptor, path = tempfile.mkstemp(prefix="hicache-", dir=_SHARED_FOLDER)
@@ -104,7 +108,7 @@ def _file_without_name(num_bytes: int) -> int:
         except OSError as error:
             what = f"memfd_create is refused, and {_SHARED_FOLDER} has no room for {num_bytes} bytes"
             raise OSError(
-                error.errno, f"{error.strerror}: {what}; allow the one, or enlarge the other (docker run --shm-size)"
+                error.errno, f"{error.strerror}: {what}; allow memfd_create, or raise docker run --shm-size"
             ) from error
         undone.pop_all()
     return descriptor
@@ -142,8 +146,8 @@ class Scratch(_Buffer, threading.local):
 
 
 class CoreScratch:
-    """One buffer per core, for compute-bound work: more threads than cores would slow each other down, and the buffer
-    used last is still in the CPU caches."""
+    """One buffer per core, for compute-bound work. No more threads than cores do this work, because more threads would
+    slow each other down. A thread gets the buffer that was used last, because it is still in the CPU caches."""
 
     def __init__(self) -> None:
         self._free: queue.LifoQueue[_Buffer] = queue.LifoQueue()

@@ -1,9 +1,10 @@
 """One client of Mooncake's library, which reconnects after failures.
 
-This module is shaped by three measured behaviours of the library (0.3.13). `setup` holds the interpreter lock, for
-minutes if the master does not answer, so a child process tries it first. A transfer of more than 60 s is reported as
-failed but continues. So the client is closed, which ends the transfer, before the caller gets its buffers back. A call
-to a closed client crashes the process, so closing waits until no call is running.
+Three measured behaviours of the library (0.3.13) shape this module. First, `setup` holds the interpreter lock, for
+minutes if the master does not answer. So a child process tries `setup` first. Second, the library reports a transfer of
+more than 60 s as failed, but the transfer continues. So `call` closes the client, which ends the transfer, before it
+returns the buffers to the caller. Third, a call to a closed client crashes the process. So closing waits until no call
+is running.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from hicache.storage.read_write_lock import ReadWriteLock
 
 log = logging.getLogger("hicache.storage")
 
-# Return codes of the library for a key are a length, 0 or 1, or one of these codes (mooncake-store/include/types.h).
-# Codes that are not listed here are failures of the master, of a machine that lends memory, or of the network.
+# For each key the library returns a length, 0 or 1, or one of these codes (mooncake-store/include/types.h). All other
+# negative codes report failures of the master, of a machine that lends memory, or of the network.
 FULL = -200
 INVALID_PARAMS = -600  # for a get: the value is longer than the buffers
 BEING_WRITTEN, MISSING, PRESENT, LEASED, LEASE_ENDED, GONE = -703, -704, -705, -706, -707, -712
@@ -43,7 +44,7 @@ _MEANINGS = {
 Codes: TypeAlias = "list[int]"
 LibraryCall: TypeAlias = Callable[[Any], Codes]
 
-_ABANDONS_TRANSFERS_AFTER_S = 59.0  # slightly less than the measured 60.0
+_ABANDONS_TRANSFERS_AFTER_S = 59.0  # slightly less than the measured 60.0 s
 _RECONNECT_PAUSE_S = 1.0
 _PROBE = """
 import os, sys
@@ -59,7 +60,7 @@ class MooncakeClient:
     `timeout_s`, and on use after `close`.
 
     `segment_bytes`: memory that this process lends to the pool. Without a connection, calls return `UNREACHABLE`; at
-    most once a second a call first tries to connect.
+    most one call per second tries to connect before it returns.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class MooncakeClient:
         self._library: Any = self._connect()
 
     def register(self, memory: PageBuffer) -> bool:
-        """Register `memory`, so that the library transfers from and to it directly. Returns False if it cannot."""
+        """Register `memory`, so that the library transfers from and to `memory` directly. Returns False if the library
+        refuses."""
         start = memory.ctypes.data
         if self.is_registered(memory):
             return True
         code = self.call(lambda library: [library.register_buffer(start, len(memory))], 1)[0]
-        # without a connection, nothing is registered now: connecting registers all memories
+        # UNREACHABLE is no refusal: the next successful connection registers all memories
         if code not in (0, UNREACHABLE):
             return False
         with self._registering:
@@ -104,7 +106,8 @@ class MooncakeClient:
         return before >= 0 and start + len(page) <= self._memories[before][1]
 
     def call(self, call: LibraryCall, num_codes: int) -> Codes:
-        """Call the library and return its codes, one for each key. Afterwards it no longer uses the buffers."""
+        """Call the library and return its codes, one for each key. When this method returns, the library no longer uses
+        the buffers."""
         begin_s = time.monotonic()
         self._reconnect()
         with self._lock:
@@ -126,8 +129,8 @@ class MooncakeClient:
         return code < 0 and code not in _NO_FAILURES
 
     def close(self) -> None:
-        """Wait at most `timeout_s` for running calls, then disconnect. A call that runs longer keeps the connection
-        until it returns."""
+        """Wait at most `timeout_s` for running calls, then disconnect. If a call runs longer, the connection stays open
+        until this call returns."""
         self._closed = True
         with self._lock.writing(within_s=self._timeout_s) as is_idle:
             library, self._library = self._library, None
@@ -141,10 +144,10 @@ class MooncakeClient:
                 closing.join(self._timeout_s)
 
     def _drop(self, library: Any) -> None:
-        """Close a library client that has abandoned transfers, once no call is running."""
+        """Wait until no call is running, then close a library client that has reported running transfers as failed."""
         with self._lock.writing():
             if library is not None and self._library is library:
-                log.warning("Mooncake at %s:%d: transfers did not end within 60 s; connecting anew", *self._master)
+                log.warning("Mooncake at %s:%d: transfers did not end within 60 s; connecting again", *self._master)
                 library.close()
                 self._library = None
 
@@ -182,7 +185,8 @@ class MooncakeClient:
         return library
 
     def _probe(self, own_host: str, master: str) -> str:
-        """Let a child process try to connect. Returns "" if it can, otherwise the reason."""
+        """Let a child process try to connect. Returns "" if the child process connects, otherwise the reason of the
+        failure."""
         probe = [sys.executable, "-c", _PROBE, own_host, self._metadata, *self._transport, master]
         try:
             done = subprocess.run(probe, timeout=self._timeout_s, capture_output=True, check=False)

@@ -1,9 +1,9 @@
 """Pages in a Mooncake store: values under `hicache-NAMESPACE-KEY` in memory that machines lend to a master's pool.
 
-A page in registered memory is sent and received in place: its value is one object of two buffers, header and page.
-Other pages, and encrypted ones, are copied through registered memory of the store. No page is compressed, because
-compressing took longer than sending. Other clients may remove or evict values at any time, and the machine that holds
-a value may fail, so every value is verified after it is received.
+An unencrypted page in registered memory is sent and received in place: its value is one object of two buffers, header
+and page. All other pages are copied through registered memory of the store. No page is compressed, because compressing
+took longer than sending. Other clients may remove or evict values at any time, and the machine that holds a value may
+fail, so every value is verified after it is received.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hicache.storage.remote import RemotePageStore
 from hicache.storage.store_url import StoreUrl
 
 _MAX_CHUNKS = 4  # maximum chunks of the store's own memory; each chunk serves one call at a time
-# Number of threads of one call, for checksums and copies. A core reads 7 GB/s of pages that other cores wrote, about
-# the rate at which the library transfers. More threads would wait for the interpreter lock.
+# Number of threads that one call uses for checksums and copies. A core reads pages that other cores wrote at 7 GB/s,
+# about the rate at which the library transfers. More threads would wait for the interpreter lock.
 _MAX_THREADS = 4
 _SLOW_FAILURE_S = 1.0
 _BATCH_BYTES = 64 << 20  # bytes of pages in one call of the library; the deadline is checked between two calls
@@ -73,8 +73,8 @@ _Batch: TypeAlias = "list[tuple[_Value, PageBuffer]]"  # values, each with its p
 
 class MooncakePageStore(RemotePageStore):
     """A `PageStore` in Mooncake; docs/remote.md has the options of the URL. The next `put` or `sync` renews the leases
-    of used pages, which decide Mooncake's eviction order. A call returns when the library no longer uses its buffers;
-    if a machine hangs that takes up to 60 s."""
+    of pages that were used; these leases decide Mooncake's eviction order. A call returns when the library no longer
+    uses the buffers of the call; if a machine hangs, this takes up to 60 s."""
 
     def __init__(self, url: str, /, *, cipher: PageCipher | None = None, **about: Any) -> None:
         at = StoreUrl.parse(url)
@@ -93,8 +93,8 @@ class MooncakePageStore(RemotePageStore):
         self._threads = ThreadPoolExecutor(self._num_threads, "hicache-mooncake-page")
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Register `memory` with Mooncake; if that succeeds, its pages are transferred without a copy. RDMA needs a
-        sufficient limit of locked memory."""
+        """Register `memory` with Mooncake. If Mooncake registers the memory, pages in `memory` are transferred without
+        a copy. RDMA needs a sufficient limit of locked memory (`ulimit -l`)."""
         self._require()
         if not self._client.register(memory):
             self._failed(f"cannot register {len(memory)} bytes of memory; its pages are copied", 0, is_read=True)
@@ -112,7 +112,7 @@ class MooncakePageStore(RemotePageStore):
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         values = list(map(self._value, keys, buffers))
         codes = self._in_batches(values, deadline_s, self._receive)
-        # The library returns the same codes for a value of another length and for one that cannot be read.
+        # The library returns the same codes for a value of another length and for a value that cannot be read.
         unclear = [n for n, code in enumerate(codes) if code in (INVALID_PARAMS, TRANSFER_FAILED)]
         lengths = self._call(_lengths, [keys[n] for n in unclear]) if unclear else []
         for n, length in zip(unclear, lengths, strict=True):
@@ -166,13 +166,14 @@ class MooncakePageStore(RemotePageStore):
         return value.header + bytes(value.payload)
 
     def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
-        """Decode the values, then store the pages uncompressed: in this store the length of a value determines its page
-        size."""
+        """Decode the values, then store their pages uncompressed, because in this store the length of a value
+        determines its page size."""
         pages = {key: np.empty(page_bytes_of(value), np.uint8) for key, value in values.items()}
         found = dict[bytes, PageBuffer]()
         for key, page in pages.items():
             value = HeaderAndPayload.of(values[key])
-            if self._decode(key, value.header, value.payload, page):
+            # `_decode` is for values that were received: it reports them to `on_value`.
+            if not self._codecs[len(page)].decode_split(key, value.header, value.payload, page):
                 found[key] = page
         sent = dict(zip(found, self._send(found, 0.0, math.inf), strict=True)) if found else {}
         return [sent.get(key, False) for key in values]
@@ -182,10 +183,11 @@ class MooncakePageStore(RemotePageStore):
         return _Value(key, page, self._codecs[len(page)].max_value_bytes, in_place)
 
     def _encode_into(self, value: _Value, staging: PageBuffer) -> None:
-        """Write to `staging` the header, and the payload unless it is transferred in place."""
+        """Write the header of the value to `staging`. Unless the page is transferred in place, write the payload
+        too."""
         encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, staging.data[HEADER_BYTES:])
         staging[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
-        # otherwise, encoding has already written an encrypted payload to `staging`
+        # If the store encrypts pages, `encode_split` has already written the payload to `staging`.
         if not value.in_place and self._is_plain:
             staging[HEADER_BYTES:] = value.page
 
@@ -193,7 +195,8 @@ class MooncakePageStore(RemotePageStore):
         self._call(_exist, keys)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        # Remove values despite leases, because a client that reads a value at the same time verifies it anyway.
+        # Remove values even if they have leases. A client that reads a value while it is removed detects this, because
+        # every value is verified.
         codes = self._call(lambda library, names: library.batch_remove(names, True), keys)
         self._count(codes, is_read=False)
         return codes.count(0)
@@ -212,7 +215,7 @@ class MooncakePageStore(RemotePageStore):
 
     def _in_batches(self, values: Sequence[_Value], deadline_s: float, move: Callable[[_Batch], Codes]) -> Codes:
         """Call `move` for batches that fit a chunk; returns the codes of all values. After the deadline, or after a
-        batch of which all values fail slowly, the rest gets TIMED_OUT."""
+        batch in which every value failed slowly, all remaining values get TIMED_OUT."""
         left_s = max(0.0, deadline_s - time.monotonic())
         try:
             chunk = self._chunks.get(timeout=None if left_s == math.inf else left_s)
@@ -275,8 +278,8 @@ def _exist(library: Any, names: list[str]) -> Codes:
 
 
 def _lengths(library: Any, names: list[str]) -> Codes:
-    """Return the lengths of values in bytes, or error codes. After the first failure of the master, the remaining
-    values get its code without a call, because each call would take seconds."""
+    """Return the lengths of values in bytes, or error codes. After the first failed call, the remaining values get the
+    code of this failure without a call, because each call to a failed master would take seconds."""
     lengths: Codes = []
     for name in names:
         has_failed = bool(lengths) and MooncakeClient.has_failed(lengths[-1])

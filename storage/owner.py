@@ -1,4 +1,4 @@
-"""Records which process owns an object with threads or files. Imports only errors."""
+"""Records which process owns an object with threads or files. This module imports only errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hicache.errors import NotRunning
 
 class OwnerProcess:
     """Records the process that creates it. A forked process shares the files of its parent but has none of the parent's
-    threads. If the forked process closed such an object, the object would be closed for the parent too. Therefore
-    nothing is closed in a forked process, and every use raises."""
+    threads. If the forked process closed an object with files, the object would be closed for the parent too. Therefore
+    a forked process closes nothing, and every use of the object there raises."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -24,5 +24,5 @@ class OwnerProcess:
         """Raise NotRunning in a forked process."""
         if self.pid != os.getpid():
             raise NotRunning(
-                f"{self._what} belongs to process {self.pid}, of which this is a fork; open another after the fork"
+                f"{self._what} belongs to process {self.pid}, an ancestor of this one; open another after the fork"
             )

@@ -17,7 +17,7 @@ class ReadWriteLock:
         self._is_written = False
 
     def __enter__(self) -> None:
-        """Lock for reading: no writer is inside until the block ends."""
+        """Lock for reading. No thread can lock for writing until the `with` block ends."""
         with self._changed:
             while self._is_written:
                 self._changed.wait()
@@ -31,7 +31,8 @@ class ReadWriteLock:
 
     @contextlib.contextmanager
     def writing(self, within_s: float | None = None) -> Iterator[bool]:
-        """Lock for writing until the block ends. Yields False if readers are still inside after `within_s` seconds."""
+        """Lock for writing until the `with` block ends. Yields False if threads still hold the lock for reading after
+        `within_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_written)
             self._is_written = True

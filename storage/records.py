@@ -1,4 +1,4 @@
-"""The record of a store, store.json: the identity of its pages, and the settings of its last opening.
+"""The record of a store, store.json: the identity of its pages, and the settings with which the store was last opened.
 
 The identity is compared at every opening, because pages of another identity are useless. The settings may change
 between openings; they are recorded so that an operator can open a store without its engine.
@@ -26,7 +26,8 @@ from hicache.storage.slot_file import BLOCK_BYTES
 FORMAT = 1
 KEY_ID_FIELD = "cipher_key"
 NAME_FIELD = "model_name"
-# For operators: who wrote the pages. Stores whose identities differ only in these fields are equal.
+# Fields that inform operators about the writer of the pages. Two identities that differ only in these fields count as
+# equal.
 RECORDED_FIELDS = {NAME_FIELD, "release", "device"}
 MAX_FORMATS = 16
 
@@ -42,7 +43,8 @@ def decisive(identity: Mapping[str, str | int]) -> dict[str, str | int]:
 
 
 def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
-    """Return the SHA-256 of the decisive fields as canonical JSON; every value contains its first 16 bytes."""
+    """Return the SHA-256 of the decisive fields as canonical JSON. Every stored value contains the first 16 bytes of
+    this digest."""
     return hashlib.sha256(_canonical(decisive(identity)).encode()).digest()
 
 
@@ -76,9 +78,10 @@ class StoreRecord:
         return BLOCK_BYTES + round_up(page_bytes + (ENCRYPTION_BYTES if self.key_id else 0))
 
     def require(self, path: Path, expected: StoreRecord) -> None:
-        """Raise `StoreMismatch`, with both sides of each difference, unless `expected` has this identity and
-        formats."""
-        # Each side is one flat dict. The last field wins, so no identity field can hide the page sizes.
+        """Raise `StoreMismatch` unless `expected` has the identity and the formats of this record. The message names
+        both values of each field that differs."""
+        # Each record becomes one flat dict. "store.page_bytes" is the last field, so an identity field of this name
+        # cannot hide the page sizes.
         stored, configured = (
             {**decisive(one.identity), "store.page_bytes": list(one.page_sizes)} for one in (self, expected)
         )
@@ -88,7 +91,7 @@ class StoreRecord:
         differences = "; ".join(f"{n}: stored {stored.get(n)!r}, now {configured.get(n)!r}" for n in names)
         remedy = "the key that it was made with" if names == [KEY_ID_FIELD] else "the same model and settings"
         raise StoreMismatch(
-            f"the store {path} was made for something else ({differences}); use another disk path, or {remedy}"
+            f"the store {path} was made for other pages ({differences}); use another disk path, or {remedy}"
         )
 
     def pack(self) -> bytes:
@@ -98,8 +101,8 @@ class StoreRecord:
 
     @classmethod
     def unpack(cls, name: str, raw: bytes) -> StoreRecord:
-        """Parse a record; `name` is used in messages. Raises `StoreCorrupt`, and `StoreMismatch` for a format that this
-        version does not read."""
+        """Parse a record. `name` names the record in messages. Raises `StoreCorrupt` if the record is damaged, and
+        `StoreMismatch` if its format is newer than this version reads."""
         damaged = StoreCorrupt(f"{name} is damaged: its record cannot be read; remove the directory or choose another")
         try:
             content = json.loads(raw)
@@ -115,8 +118,8 @@ class StoreRecord:
         return record
 
     def _is_sound(self) -> bool:
-        """Return whether each field has its type and range. The checksum detects damage, but not a record that another
-        program wrote."""
+        """Return whether each field has a valid type and range. The checksum detects damage, but not invalid fields
+        that another program wrote."""
         filters, sizes = [format.filter for format in self.formats], list(self.page_sizes)
         widths = (filter.element_bytes for filter in filters)
         numbers = (*sizes, self.budget_bytes, self.level, *widths)

@@ -1,4 +1,5 @@
-"""Base of the stores on other machines: names of keys, argument checks, values, verification, counters.
+"""Base class of the stores on other machines: names of page keys on the server, argument checks, values, verification,
+counters.
 
 The server stores, under the name of a key, the value that the codec encodes: header and payload. Therefore identity,
 verification, compression and encryption are the same as on disk, and processes with the same identity share pages.
@@ -33,16 +34,18 @@ log = logging.getLogger("hicache.storage")
 _NAME_DIGEST_BYTES = 8
 _MAX_NAMED_KEY_BYTES, DIGEST_PREFIX = 180, "sha256."
 _MAX_USED_KEYS = 1 << 16
-_MAX_SHOWN = 200
+_MAX_SHOWN = 1000  # an error of S3 has its reason after twice the name of the object
 
 
 class RemotePageStore(ABC):
-    """A `PageStore` except for the transfers, which a subclass adds: fetch, send, look up and remove a batch of values.
+    """A `PageStore` without the transfers. A subclass adds methods that fetch, send, look up and remove a batch of
+    values.
 
-    `on_value`: if set, threads of `get_into` call it with the key and a copy of each value that they return.
+    `on_value`: if set, threads of `get_into` call this function for each page that they read, with the page key and a
+    copy of the value.
 
     A failed call is not retried: the next call reconnects, and the caller decides how often to try. `description` names
-    the store in messages. Threads as for `PageStore`, except that any number of threads may write.
+    the store in messages. The rules of `PageStore` for threads apply, except that any number of threads may write.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class RemotePageStore(ABC):
         self._values = Scratch()
         self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently used key first
         self._lock = threading.Lock()
-        self._corrupt: set[bytes] = set()  # to be deleted by the next call that writes
+        self._corrupt: set[bytes] = set()  # keys of values that the next writing call deletes
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -97,7 +100,7 @@ class RemotePageStore(ABC):
         return found
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note uses; the next `put`, `sync` or `close` sends them to the server."""
+        """Record uses of pages. The next `put`, `sync` or `close` sends these uses to the server."""
         self._require(keys)
         self._used.extend(reversed(keys))
 
@@ -110,7 +113,7 @@ class RemotePageStore(ABC):
             return [False] * len(items)
         self._drop_corrupt()
         self.sync()
-        pages = dict(reversed(items))  # the first page of a key counts
+        pages = dict(reversed(items))  # of two pages with one key, the first one is stored
         keys = list(dict.fromkeys(key for key, _ in items))
         stored = dict(zip(keys, self._send({key: pages[key] for key in keys}, lag, deadline_s), strict=True))
         return [stored[key] for key, _ in items]
@@ -138,7 +141,7 @@ class RemotePageStore(ABC):
         return [stored.get(key, False) for key, _ in items]
 
     def reopen(self) -> bool:
-        """Return True: each call connects if there is no connection."""
+        """Return True, because each call of the store connects if there is no connection."""
         self._require()
         return True
 
@@ -148,15 +151,15 @@ class RemotePageStore(ABC):
         return self._remove(keys) if keys else 0
 
     def stats(self) -> StoreStats:
-        """Return the counters of the calls of this object, which are not those of the server."""
+        """Return counters of the calls of this object. Calls of other clients of the server are not counted."""
         return self._counters.now
 
     def thread_read_errors(self) -> int:
         return self._counters.thread_read_errors
 
     def sync(self) -> None:
-        """Send noted uses to the server. Pages are already there when `put` returns; the server's settings decide how
-        durable they are."""
+        """Send the recorded uses to the server. Pages are on the server when `put` returns; the server's settings
+        decide how durable the pages are."""
         used, self._used = self._used, deque(maxlen=_MAX_USED_KEYS)
         if used:
             self._note_used(list(dict.fromkeys(used)))
@@ -174,26 +177,28 @@ class RemotePageStore(ABC):
 
     @abstractmethod
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
-        """Fill the buffers by `_decode`; False for each failure, which is passed to `_failed`."""
+        """Fill the buffers by `_decode`. Return False for each key that fails, and pass each failure to `_failed`."""
 
     @abstractmethod
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        """Store the values of `_encode` under keys without a value. Pass each stored page to `_written` and each
-        failure to `_failed`."""
+        """Encode the pages with `_encode`, and store the values under keys that have no value yet. Pass each stored
+        page to `_written` and each failure to `_failed`."""
 
     @abstractmethod
     def _fetch_value(self, key: bytes) -> bytes | None:
-        """The bytes under a key; None if there are none, and for a failure, which is passed to `_failed`."""
+        """Return the value of a key. Return None if the key has no value, or if the read fails; pass a failure to
+        `_failed`."""
 
     @abstractmethod
     def _send_values(self, values: Mapping[bytes, bytes | memoryview]) -> list[bool]:
-        """Store sound values; otherwise as `_send`."""
+        """Store values that `value_fault` accepted. The result and the calls of `_written` and `_failed` are those of
+        `_send`."""
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:
-        """Delete values. Returns how many were present."""
+        """Delete values. Return the number of values that were present."""
 
-    def _note_used(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a server may have no order of use
+    def _note_used(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - not every server has a use order
         """Send uses to the server, the most recent one last."""
 
     @abstractmethod
@@ -202,23 +207,24 @@ class RemotePageStore(ABC):
 
     def _name(self, key: bytes, separator: str) -> str:
         """Return the name of a key on the server: `hicache`, the first 8 bytes of the namespace digest in hex, and the
-        key in base64url without padding. A key above 180 bytes has `sha256.` and its digest in hex instead, because
-        servers limit a part of a name to 255 bytes; the value names its key by its checksum."""
+        key in base64url without padding. For a key above 180 bytes, the name has `sha256.` and the SHA-256 of the key
+        in hex instead, because servers limit a part of a name to 255 bytes. The checksum of a value covers its key, so
+        a value under a wrong name fails verification."""
         text = base64.urlsafe_b64encode(key).rstrip(b"=").decode()
         if len(key) > _MAX_NAMED_KEY_BYTES:
             text = f"{DIGEST_PREFIX}{hashlib.sha256(key).hexdigest()}"
         return separator.join(("hicache", self._namespace, text))
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
-        """Encode a page; the value is valid until the same thread encodes the next one."""
+        """Encode a page. The value is valid until the same thread encodes the next page."""
         codec = self._codecs[len(page)]
         return codec.encode_split(key, page, self._values.take(codec.max_value_bytes), lag=lag)
 
     def _decode(self, key: bytes, header: bytes, payload: memoryview, page: PageBuffer) -> bool:
         """Decode a value into `page`. Returns whether `page` has verified bytes. `payload` may lie in `page`. A value
-        that does not verify is counted and deleted later, unless it is a page of another size."""
+        that fails verification is counted as corrupt and deleted later, unless it is a valid page of another size."""
         keep, value = self.on_value, None
-        if keep is not None:  # before decoding, which may change a payload in the page
+        if keep is not None:  # copied now: decoding may overwrite a payload in `page`
             value = np.empty(len(header) + len(payload), np.uint8)
             value[: len(header)] = np.frombuffer(header, np.uint8)
             np.copyto(value[len(header) :], np.frombuffer(payload, np.uint8))  # releases the interpreter lock
@@ -239,7 +245,7 @@ class RemotePageStore(ABC):
             self._corrupt.add(key)
 
     def _answers(self, answers: Sequence[bool | Exception], *, is_read: bool) -> list[bool]:
-        """Return for each answer whether it is True; count the exceptions among the answers as errors."""
+        """Return for each answer whether it is True. Exceptions among the answers are counted as errors."""
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if errors:
             self._failed(errors[0], len(errors), is_read=is_read)

@@ -1,4 +1,4 @@
-"""Pages in a bucket of S3 or of a server with its protocol: objects `PREFIX/hicache/NAMESPACE/KEY`.
+"""Pages in a bucket of S3, or of a server with the protocol of S3, as objects `PREFIX/hicache/NAMESPACE/KEY`.
 
 The client is obstore (Rust, no dependencies); docs/decisions/037-remote-clients.md explains why. S3 does not evict and
 has no order of use: a lifecycle rule of the bucket, or `hicache store prune`, removes the oldest pages.
@@ -22,10 +22,12 @@ from hicache.storage.remote import RemotePageStore, first_line
 from hicache.storage.store_url import StoreUrl
 
 LEASES = "leases"  # the folder of leases in a namespace
-_MAX_RETRIES = 1  # retries, for a reused connection that the server has closed
+_MAX_LEASE_BYTES, _MAX_END_S = 32, 1e12  # an object with other content is no lease
+_MAX_RETRIES = 1  # one retry, because the server may have closed a reused connection
 _NO_CREDENTIALS = "no credentials, nor a role of the machine; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-# Maps text in an error message of the client to cause and remedy. The texts are error codes of the server, and the
-# paths at which AWS gives a machine the credentials of its role.
+_PANIC_REMEDY = "check bucket and region, and AWS_* in the environment"
+# Maps text in an error message of the client to a message with cause and remedy. The texts are error codes of the
+# server, and the URL paths at which an AWS machine requests the credentials of its role.
 _CAUSES = {
     "<Code>NoSuchBucket<": "its bucket does not exist; create it",
     "/latest/api/token": _NO_CREDENTIALS,
@@ -34,8 +36,9 @@ _CAUSES = {
 
 
 class S3Bucket:
-    """A client of the bucket of a URL, `s3://bucket/prefix?options`; names are relative to the prefix. Any threads.
-    `options`: those of the URL. Opening does not connect. Raises StoreError if it cannot be opened."""
+    """A client of the bucket of a URL, `s3://bucket/prefix?options`. Names of objects are relative to the prefix. Any
+    thread may call the methods. `options`: the options in the URL. The constructor does not connect, and raises
+    StoreError if the URL or an option is invalid."""
 
     def __init__(self, at: StoreUrl) -> None:
         if not re.fullmatch(r"[\w.-]+", at.host, re.ASCII) or at.port or at.user or at.password:
@@ -60,14 +63,15 @@ class S3Bucket:
             raise StoreError(f"cannot open {at}: {first_line(error)}") from None
 
     def objects(self, prefix: str) -> Iterator[tuple[str, int, float]]:
-        """Name, length and time of the last change of each object below `prefix`. Raises StoreError."""
+        """Yield the name, the length in bytes and the time of the last change of each object below `prefix`. Raises
+        StoreError."""
         with self._operating():
             for batch in self.client.list(self.store, prefix):
                 for each in batch:
                     yield each["path"], each["size"], each["last_modified"].timestamp()
 
     def get(self, name: str) -> memoryview | None:
-        """The content of an object; None if it is absent. Raises StoreError."""
+        """Return the content of an object; None if the object is absent. Raises StoreError."""
         with self._operating(), contextlib.suppress(FileNotFoundError):
             return memoryview(self.client.get(self.store, name).bytes())
         return None
@@ -80,7 +84,7 @@ class S3Bucket:
 
     @contextlib.contextmanager
     def _operating(self) -> Iterator[None]:
-        """Translate errors of the client, except of an absent object."""
+        """Convert errors of the client to StoreError, except the error for an absent object."""
         try:
             yield
         except FileNotFoundError:
@@ -88,15 +92,19 @@ class S3Bucket:
         except (OSError, self.errors.BaseError) as error:
             cause = next((cause for mark, cause in _CAUSES.items() if mark in str(error)), first_line(error))
             raise StoreError(f"the bucket cannot be used: {cause}") from None
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise StoreError(f"the bucket cannot be used: {error}; {_PANIC_REMEDY}") from None
 
 
 class S3PageStore(RemotePageStore):
     """A `PageStore` with `Leases` in S3; docs/remote.md has the options of the URL.
 
-    After its deadline a call starts no request, and returns when the running ones have ended. A present key keeps its
-    object if the server supports conditional writes, as AWS, MinIO, Ceph and SeaweedFS do; other servers overwrite the
-    object with a page of the same key. Opening does not connect: if the server cannot be reached, reads are misses and
-    are counted.
+    After its deadline, a call starts no request, and returns when its running requests have ended. A present key keeps
+    its object if the server supports conditional writes, as AWS, MinIO, Ceph and SeaweedFS do; other servers overwrite
+    the object with a page of the same key. Opening the store does not connect. If the server cannot be reached, reads
+    are misses and count as read errors.
     """
 
     def __init__(self, url: str, /, **about: Any) -> None:
@@ -106,6 +114,8 @@ class S3PageStore(RemotePageStore):
         self._client, self._errors, self._bucket = opened.client, opened.errors, opened.store
         self._found_bucket = False
         self._pool = ThreadPoolExecutor(opened.options["concurrency"], thread_name_prefix="hicache-s3")
+        # a second pool, so that no look-up waits for the reads and writes that are queued in the first one
+        self._find_pool = ThreadPoolExecutor(opened.options["concurrency"], thread_name_prefix="hicache-s3-find")
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         def look(n: int) -> bool:
@@ -114,12 +124,12 @@ class S3PageStore(RemotePageStore):
                 self._client.head(self._bucket, name)
             except FileNotFoundError:
                 if not self._found_bucket:
-                    # unlike the error of HEAD, that of a get shows whether the bucket is missing
+                    # the error of a GET shows whether the bucket is missing; the error of a HEAD does not
                     self._client.get(self._bucket, name)
                 raise
             return True
 
-        return self._each(look, len(keys), deadline_s, is_read=True)
+        return self._each(look, len(keys), deadline_s, is_read=True, pool=self._find_pool)
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         def get(n: int) -> bool:
@@ -142,7 +152,7 @@ class S3PageStore(RemotePageStore):
         return None if value is None else bytes(value)
 
     def _download(self, key: bytes) -> memoryview | None:
-        """The object of a key; None if no value has its length."""
+        """Return the object of a key. Returns None if the length of the object is not possible for a value."""
         answer = self._client.get(self._bucket, self._name(key, "/"))
         value_bytes = answer.meta["size"]
         if HEADER_BYTES <= value_bytes <= self._codecs.max_value_bytes:
@@ -190,26 +200,29 @@ class S3PageStore(RemotePageStore):
                 self._client.put(self._bucket, name, body, mode="create", use_multipart=False)
             except self._errors.AlreadyExistsError:
                 held = self._client.get(self._bucket, name)
-                if _until_s(bytes(held.bytes())) > time.time():
+                lease = _lease_in(held)
+                if lease == body[0]:  # the client repeated the put because its answer was lost
+                    return True
+                if _until_s(lease) > time.time():
                     return False
-                known = {"e_tag": held.meta["e_tag"]}  # replace this expired lease, and no other
+                known = {"e_tag": held.meta["e_tag"]}  # replace only this expired lease
                 try:
                     self._client.put(self._bucket, name, body, mode=known, use_multipart=False)
                 except (self._errors.PreconditionError, self._errors.AlreadyExistsError):
                     return False
             return True
 
-        return self._each(put, 1, math.inf, is_read=False) == [True]
+        return self._each(put, 1, math.inf, is_read=False, pool=self._find_pool) == [True]
 
     def who(self, key: bytes) -> float | None:
         self._require([key])
         found: list[float] = []
 
         def look(_: int) -> bool:
-            found.append(_until_s(bytes(self._client.get(self._bucket, self._lease(key)).bytes())))
+            found.append(_until_s(_lease_in(self._client.get(self._bucket, self._lease(key)))))
             return True
 
-        self._each(look, 1, math.inf, is_read=True)
+        self._each(look, 1, math.inf, is_read=True, pool=self._find_pool)
         return found[-1] if found and found[-1] > time.time() else None
 
     def _lease(self, key: bytes) -> str:
@@ -218,10 +231,19 @@ class S3PageStore(RemotePageStore):
 
     def _disconnect(self) -> None:
         self._pool.shutdown()
+        self._find_pool.shutdown()
 
-    def _each(self, request: Callable[[int], bool], num: int, deadline_s: float, *, is_read: bool) -> list[bool]:
-        """Call `request` for 0 to `num` - 1 in parallel; False for each that fails. An absent object counts as a miss,
-        not as a failure."""
+    def _each(
+        self,
+        request: Callable[[int], bool],
+        num: int,
+        deadline_s: float,
+        *,
+        is_read: bool,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> list[bool]:
+        """Call `request` in parallel with the numbers 0 to `num` - 1, in the threads of `pool`. Returns False for each
+        call that fails. When reading, an absent object counts as a miss, not as a failure."""
 
         def attempt(n: int) -> bool | Exception:
             if time.monotonic() >= deadline_s:
@@ -235,16 +257,26 @@ class S3PageStore(RemotePageStore):
                     return False
                 return StoreError(cause) if cause else error
             except BaseException as error:
-                # a panic of the Rust client, whose class cannot be imported
-                if type(error).__name__ != "PanicException":
+                if not _is_panic(error):
                     raise
-                return StoreError(f"{error}; check bucket and region, and AWS_* in the environment")
+                return StoreError(f"{error}; {_PANIC_REMEDY}")
 
-        return self._answers(list(self._pool.map(attempt, range(num))), is_read=is_read)
+        return self._answers(list((pool or self._pool).map(attempt, range(num))), is_read=is_read)
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Return whether the error is a panic of the Rust client, whose class cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def _lease_in(answer: Any) -> bytes:
+    """Return the content of an object; b"" if it is too long for a lease, so that it is not downloaded."""
+    return bytes(answer.bytes()) if answer.meta["size"] <= _MAX_LEASE_BYTES else b""
 
 
 def _until_s(text: bytes) -> float:
-    """The end of a lease; 0 for an object that is none."""
+    """Return the end time of a lease; 0 if the object is not a lease."""
     with contextlib.suppress(ValueError):
-        return float(text)
+        if (until_s := float(text)) < _MAX_END_S:
+            return until_s
     return 0.0

@@ -1,10 +1,10 @@
-"""The operator's verbs on stores that several machines share: list, verify, remove, keep a budget.
+"""The commands of an operator for stores that several machines share: list, verify, remove, keep a budget.
 
-    dir://   the last use of a page is the time of its file, exact to an hour
-    s3://    S3 has no order of use: the last use of a page is when it was stored
+    dir://   the last use of a page is the modification time of its file, exact to an hour
+    s3://    S3 records no uses, so the last use of a page is the time at which the page was stored
 
-No identity and no encryption key is needed: a value is verified by the checksum over its stored bytes, with the
-namespace that its header names.
+These commands need no identity and no encryption key. A value is verified by the checksum over its stored bytes, and by
+the namespace in its header.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from hicache.storage.base import StoreError, StoreLocked, opening_error
-from hicache.storage.dir_store import FOLDER, IDENTITY_FILE, LEASES, read_file, shared_folder
+from hicache.storage.dir_store import (
+    FOLDER,
+    IDENTITY_FILE,
+    LEASES,
+    directory_options,
+    file_of,
+    read_file,
+    shared_folder,
+)
 from hicache.storage.directory import NEW_SUFFIX
 from hicache.storage.header import HEADER_BYTES, MAX_PAGE_BYTES, parse_header, read_header
 from hicache.storage.remote import DIGEST_PREFIX
@@ -37,8 +45,8 @@ _REMOVES_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class SharedPage:
-    """A page of a shared store. `key`: None if its name is a digest. `name`: of the file or object. `num_bytes`: of the
-    value in its container. `used_s`: time of the last use, in seconds since 1970."""
+    """A page of a shared store. `key`: the page key; None if the name has only a digest of the key. `name`: name of the
+    file or object. `num_bytes`: size of the file or object. `used_s`: time of the last use, in seconds since 1970."""
 
     namespace: str
     key: bytes | None
@@ -49,7 +57,7 @@ class SharedPage:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """Numbers and bytes of the pages removed and left."""
+    """Number and bytes of the removed pages, and of the pages that are left."""
 
     removed: int
     removed_bytes: int
@@ -66,19 +74,21 @@ class SharedPages(ABC):
 
     @abstractmethod
     def identity(self, namespace: str) -> dict[str, Any] | None:
-        """The identity of a namespace; None if the store does not record it."""
+        """Return the identity of a namespace; None if the store does not record the identity."""
 
     @abstractmethod
     def remove(self, pages: Sequence[SharedPage]) -> int:
-        """Remove pages; returns how many were present."""
+        """Remove pages. Return the number of pages that were present."""
 
     @abstractmethod
     def _value(self, page: SharedPage) -> tuple[bytes, bytes, memoryview] | str | None:
-        """Key, header and payload of a page; the reason if it cannot be read; None if it is gone."""
+        """Return key, header and payload of a page. Return the reason if the page cannot be read, and None if the page
+        is absent or cannot be verified."""
 
     @contextlib.contextmanager
     def pruning(self) -> Iterator[None]:
-        """Exclude other prunes of this store, on any machine. StoreLocked if one is running."""
+        """Prevent other prunes of this store on any machine until the `with` block ends. Raises StoreLocked if another
+        prune is running."""
         yield
 
     def fault(self, page: SharedPage) -> str:
@@ -96,9 +106,9 @@ class SharedPages(ABC):
         return read if isinstance(read, str) else ""
 
     def prune(self, budget_bytes: int) -> PruneReport:
-        """Remove the pages used longest ago until the others need at most `budget_bytes`. Uses are exact to an hour; of
-        one hour the pages stored last are removed first, because the end of a prompt is useless without its
-        beginning."""
+        """Remove the least recently used pages until the remaining pages need at most `budget_bytes`. Times of use are
+        exact to an hour. Of the pages used in the same hour, the pages stored last are removed first, because the end
+        of a prompt is useless without its beginning."""
         with self.pruning():
             found = sorted(self.pages(), key=lambda page: (page.used_s // _HOUR_S, -page.used_s))
             excess_bytes = sum(page.num_bytes for page in found) - budget_bytes
@@ -116,9 +126,10 @@ class SharedPages(ABC):
 
 
 def shared_pages(url: str) -> SharedPages:
-    """The pages of the shared store of `url`. StoreError for a store that cannot list its pages."""
+    """Return the pages of the shared store at `url`. Raises StoreError if this kind of store cannot list its pages."""
     scheme, at = scheme_of(url), StoreUrl.parse(url)
     if scheme == "dir":
+        directory_options(at)
         return DirPages(at.path)
     if scheme == "s3":
         return S3Pages(S3Bucket(at))
@@ -130,7 +141,8 @@ def shared_pages(url: str) -> SharedPages:
 
 
 class DirPages(SharedPages):
-    """The pages in the directory `path`. Of a page that is removed, readers that have it open still read it."""
+    """The pages in the directory `path`. A reader that has the file of a page open can still read the page after it is
+    removed."""
 
     def __init__(self, path: str) -> None:
         self._folder = shared_folder(path)
@@ -154,13 +166,19 @@ class DirPages(SharedPages):
 
     @contextlib.contextmanager
     def pruning(self) -> Iterator[None]:
-        """Also remove unpublished files and leases of killed writers that are older than a day."""
+        """Prevent other prunes as the base class does. Also remove leases, and unpublished files of killed writers,
+        that are older than a day."""
         file = self._folder / _LOCK_FILE
         try:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # no server has stored a page yet
+            yield
+            return
         except OSError as error:
             raise opening_error(f"the lock {file}", error) from error
         try:
+            with contextlib.suppress(PermissionError):  # another user has created the file
+                os.fchmod(descriptor, self._folder.stat().st_mode & 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._remove_leftovers()
             yield
@@ -171,12 +189,16 @@ class DirPages(SharedPages):
 
     def _remove_leftovers(self) -> None:
         before_s = time.time() - _DAY_S
-        leases = (Path(each) for each in self._folder.glob(f"*/{LEASES}/*/*"))
-        unpublished = (Path(entry) for _, entry in self._files() if entry.name.endswith(NEW_SUFFIX))
-        for file in (*leases, *unpublished):
+        leases: dict[Path, list[Path]] = {}
+        for file in self._folder.glob(f"*/{LEASES}/*/*"):
+            # the earlier leases of a key lead to its last lease, so all of them are removed together
+            leases.setdefault(file.with_name(file.name.lstrip(".").partition(".")[0]), []).append(file)
+        unpublished = ([Path(entry)] for _, entry in self._files() if entry.name.endswith(NEW_SUFFIX))
+        for files in (*leases.values(), *unpublished):
             with contextlib.suppress(FileNotFoundError):
-                if file.stat().st_mtime < before_s:
-                    file.unlink()
+                if max(file.stat().st_mtime for file in files) < before_s:
+                    for file in files:
+                        file.unlink()
 
     def _value(self, page: SharedPage) -> tuple[bytes, bytes, memoryview] | str | None:
         try:
@@ -185,10 +207,13 @@ class DirPages(SharedPages):
             return None
         except OSError as error:
             return f"cannot be read: {error.strerror}"
+        if not found.reason and not page.name.endswith(f"/{file_of(found.key)}"):
+            return "the page of another key"
         return found.reason or (found.key, found.header, found.payload)
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """The files in the folders of each namespace, two levels deep."""
+        """Yield each file of each namespace, with the name of the namespace. The files lie two levels of folders
+        deep."""
         for namespace in filter(Path.is_dir, self._folder.glob("*")):
             for folder in namespace.glob("[0-9a-f][0-9a-f]/[0-9a-f][0-9a-f]"):
                 with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -213,7 +238,8 @@ class S3Pages(SharedPages):
 
     @contextlib.contextmanager
     def pruning(self) -> Iterator[None]:
-        """Remove leases older than a day. S3 has no locks: prunes at the same time remove the same pages."""
+        """Remove leases older than a day. S3 has no locks, so concurrent prunes are not prevented; they remove the same
+        pages."""
         before_s = time.time() - _DAY_S
         found = self._bucket.objects(f"{FOLDER}/")
         self._bucket.delete([name for name, _, s in found if name.count("/") == 3 and s < before_s])
@@ -224,7 +250,7 @@ class S3Pages(SharedPages):
         return len(pages)
 
     def _value(self, page: SharedPage) -> tuple[bytes, bytes, memoryview] | str | None:
-        if page.key is None:  # its checksum cannot be verified without the key
+        if page.key is None:  # the checksum cannot be verified without the key
             return None if page.name.rpartition("/")[2].startswith(DIGEST_PREFIX) else "its name is no key"
         value = self._bucket.get(page.name)
         return None if value is None else (page.key, bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:])

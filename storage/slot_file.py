@@ -1,4 +1,5 @@
-"""The files with the pages of a store: slots of equal length, each with a block that names its page, then the payload.
+"""The files with the pages of a store. A file has slots of equal length. Each slot has a block that names its page,
+then the payload.
 
     [ 0,  4)  magic, b"HKVS"
     [ 4,  6)  u16 version, 1
@@ -9,8 +10,8 @@
     next 8    u64 XXH3_64 over all of the above; then zeros up to 4096, where the payload begins
 
 Slots are allocated in segments and written in place. One O_DIRECT call reads or writes the blocks and payloads of pages
-in consecutive slots: no copy through the kernel's page cache, and on ext4 no lock that readers wait for. An
-interrupted write leaves a block whose header does not match its payload, which is a miss.
+in consecutive slots. O_DIRECT avoids a copy through the kernel's page cache, and on ext4 a lock for which readers would
+wait. After an interrupted write, the header in the block does not match the payload, so the page is a miss.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ MAGIC, VERSION = b"HKVS", 1
 BLOCK_BYTES = 4096
 MAX_KEY_BYTES = 511
 _LENGTHS = 16  # maximum number of slot lengths for pages of one size
-MAX_RUN = 256  # maximum slots of one read or write: each has at most 4 buffers, and the kernel accepts 1024
-_END_SEQUENCE = 1 << 63  # sequence numbers are below this
+MAX_RUN = 256  # maximum slots of one read or write: a slot has at most 4 buffers, the kernel accepts 1024
+_END_SEQUENCE = 1 << 63  # all sequence numbers are lower
 _START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # constants of linux/falloc.h
@@ -65,7 +66,7 @@ class SlotBlock(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> SlotBlock | None:
-        """Parse a block. Returns None if it names no page or is damaged."""
+        """Parse a block. Returns None if the block names no page or is damaged."""
         if len(raw) < BLOCK_BYTES:
             return None
         magic, version, key_bytes, sequence, header = _START.unpack_from(raw)
@@ -86,14 +87,16 @@ class SlotLength(NamedTuple):
 
     @classmethod
     def of(cls, page_bytes: int, payload_bytes: int) -> SlotLength:
-        """Return the slot length for a payload: one block, plus the payload rounded up to sixteenths of a page, which
-        are rounded up to blocks; but at most the blocks that the page or the payload needs."""
+        """Return the slot length for a payload. The slot has one block, plus the payload rounded up to a multiple of
+        1/16 of the page; this unit is itself rounded up to blocks. A slot never has more blocks than the page or the
+        payload needs."""
         rounded_bytes = round_up(payload_bytes, round_up(-(-page_bytes // _LENGTHS)))
         return cls(page_bytes, BLOCK_BYTES + min(rounded_bytes, round_up(max(page_bytes, payload_bytes))))
 
 
 class SlotRead(NamedTuple):
-    """A slot to read: the first `payload_bytes` go to `payload`, aligned memory of a multiple of blocks."""
+    """A slot to read. The first `payload_bytes` of its payload are read into `payload`, which is aligned memory of a
+    multiple of blocks."""
 
     slot: int
     payload: memoryview
@@ -101,7 +104,7 @@ class SlotRead(NamedTuple):
 
 
 class SlotWrite(NamedTuple):
-    """A page to write. If `payload` is not aligned it is copied."""
+    """A page to write. An unaligned `payload` is copied before it is written."""
 
     slot: int
     block: bytes
@@ -109,7 +112,8 @@ class SlotWrite(NamedTuple):
 
 
 def is_aligned(page: PageBuffer) -> bool:
-    """Return whether a page can be read directly into its memory: address and length are multiples of a block."""
+    """Return whether a page can be read directly into its memory, because its address and length are multiples of a
+    block."""
     return not (page.ctypes.data | page.nbytes) % ALIGNMENT
 
 
@@ -120,7 +124,8 @@ def runs(items: Iterable[T], slot_of: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 class SlotFile:
-    """Reads, writes, allocates and frees the slots of one file; any thread reads, one writes.
+    """Reads, writes, allocates and frees the slots of one file. Any thread may read; only the writer thread calls
+    methods that change the file.
 
     Raises OSError for I/O errors, a full disk, or a limit. slots.py tracks which slots are in use.
     """
@@ -141,7 +146,7 @@ class SlotFile:
         self._held.close()
 
     def disk_bytes(self) -> int:
-        """Return the disk space of the file in bytes, without holes."""
+        """Return the disk space of the file in bytes. Holes are not counted."""
         return os.fstat(self._file.fileno()).st_blocks * _STAT_BLOCK_BYTES
 
     def num_slots(self) -> int:
@@ -149,8 +154,8 @@ class SlotFile:
         return -(-os.fstat(self._file.fileno()).st_size // self.slot_bytes)
 
     def read(self, run: Sequence[SlotRead]) -> list[memoryview | None]:
-        """Read consecutive slots in one call; returns the block of each, valid until this thread reads again. Returns
-        None if the file ends before the end of the payload."""
+        """Read consecutive slots in one call. Returns the block of each slot, valid until this thread reads again. The
+        block is None if the file ends before the end of the slot's payload."""
         memory, parts, ends, at = _blocks.take(len(run) * BLOCK_BYTES), list[memoryview](), list[int](), 0
         blocks = [memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(len(run))]
         for block, one in zip(blocks, run, strict=True):
@@ -163,13 +168,13 @@ class SlotFile:
         return [block if end <= done else None for block, end in zip(blocks, ends, strict=True)]
 
     def read_block(self, slot: int) -> SlotBlock | None:
-        """Read the block of a slot. Returns None if it names no page."""
+        """Read the block of a slot. Returns None if the block names no page."""
         block = _blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
         done = self._transfer(os.preadv, [block], slot * self.slot_bytes)
         return SlotBlock.unpack(block) if done == BLOCK_BYTES else None
 
     def write(self, run: Sequence[SlotWrite]) -> None:
-        """Write pages to consecutive slots in one call. They are on disk after the next `sync`."""
+        """Write pages to consecutive slots in one call. The pages are on disk after the next `sync`."""
         bodies = [_aligned_part(one.payload) for one in run]
         used = [BLOCK_BYTES + round_up(len(one.payload)) for one in run]
         if max(used) > self.slot_bytes:
@@ -189,13 +194,13 @@ class SlotFile:
         self._write([*parts, joined[start:end]], run[0].slot)
 
     def erase(self, slots: Iterable[int]) -> None:
-        """Overwrite the blocks of slots, so that they name no page."""
+        """Overwrite the block of each slot with zeros, so that no block names a page."""
         for slot in slots:
             self._write([_NO_BLOCK], slot)
 
     def allocate(self, slots: Iterable[int]) -> None:
-        """Allocate disk space for slots, in ascending order. If the file system cannot, each write allocates its
-        space."""
+        """Allocate disk space for `slots`, which are in ascending order. If the file system cannot allocate in advance,
+        each write allocates its space."""
         descriptor = self._file.fileno()
         for run in runs(slots, int):
             start, num_bytes = run[0] * self.slot_bytes, len(run) * self.slot_bytes
@@ -207,8 +212,8 @@ class SlotFile:
                 os.ftruncate(descriptor, max(os.fstat(descriptor).st_size, start + num_bytes))
 
     def punch(self, slots: Iterable[int]) -> bool:
-        """Make slots, in ascending order, holes without disk space. If the file system has no holes, only erase the
-        blocks, and return False."""
+        """Free the disk space of `slots`, which are in ascending order and become holes. If the file system has no
+        holes, only erase the blocks, and return False."""
         if not self.has_holes:
             self.erase(slots)
             return False
@@ -223,7 +228,7 @@ class SlotFile:
             os.ftruncate(self._file.fileno(), end)
 
     def sync(self) -> None:
-        """Block until all writes that returned before are on disk; any thread."""
+        """Block until all writes that returned before this call are on disk. Any thread may call this method."""
         num_writes = self._num_writes
         if num_writes > self._num_synced:
             synced(os.fdatasync, self._file.fileno(), self._data.parent)
@@ -241,11 +246,11 @@ class SlotFile:
 
     def _write(self, parts: Sequence[memoryview], slot: int) -> None:
         self._transfer(os.pwritev, parts, slot * self.slot_bytes)
-        self._num_writes += 1  # counted after the write: a sync that began during the write may not include it
+        self._num_writes += 1  # counted last: a sync that begins during the write may miss the write
 
     def _transfer(self, call: Callable[..., int], parts: Sequence[memoryview], start: int) -> int:
-        """Read or write all parts from offset `start` on, with O_DIRECT if possible; returns the number of bytes, less
-        than requested at the end of the file."""
+        """Read or write all parts from offset `start` on, with O_DIRECT if possible. Returns the number of transferred
+        bytes, which is less than requested if the file ends first."""
         file, done, left = self._direct, 0, [part for part in parts if part]
         while left:
             try:
@@ -253,7 +258,7 @@ class SlotFile:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or file is self._file:
                     raise
-                file = self._file  # for unaligned memory, or the unaligned rest of a part, which O_DIRECT refuses
+                file = self._file  # O_DIRECT refuses unaligned memory, and the unaligned rest of a part
                 continue
             if not moved:
                 break
@@ -271,8 +276,8 @@ def drop_front(parts: list[memoryview], num_bytes: int) -> None:
 
 
 class SlotFiles(dict[SlotLength, SlotFile]):
-    """The open slot files of a store, by slot length. A file exists for each length that a page has needed so far. Any
-    thread, but only the writer makes files. Raises OSError if a file cannot be opened."""
+    """The open slot files of a store, by slot length. A file exists for each slot length that a page has needed so far.
+    Any thread may look up files, but only the writer creates them. Raises OSError if a file cannot be opened."""
 
     def __init__(self, path: Path, page_sizes: Collection[int]) -> None:
         super().__init__()
@@ -317,8 +322,8 @@ def slot_lengths(path: Path) -> list[SlotLength]:
 
 
 def _aligned_part(payload: memoryview) -> memoryview:
-    """Return the complete blocks of a payload, which can be written without a copy; empty if its memory is not
-    aligned."""
+    """Return the part of a payload that can be written without a copy: its complete blocks. The part is empty if the
+    memory is not aligned."""
     is_direct = len(payload) and not np.frombuffer(payload, dtype=np.uint8).ctypes.data % ALIGNMENT
     return payload[: len(payload) // ALIGNMENT * ALIGNMENT if is_direct else 0]
 

@@ -1,9 +1,10 @@
 """The state of each slot of a store: used, free or hole. The states are in memory while the store is open.
 
-A free slot has disk space, a hole has none. Holes become free a segment at a time, so that a write needs no allocation
-by the file system. The slots of a segment without pages can become holes again, which frees space for pages of another
-length. The slot of a removed page may be overwritten at once: a thread that still reads it finds another key in the
-block, or bytes that do not verify, and looks the key up again.
+A free slot has disk space; a hole is a slot without disk space. All holes of a segment become free slots at the same
+time, so that a write needs no allocation by the file system. The slots of a segment without pages can become holes
+again, which frees space for pages of another length. The slot of a removed page may be overwritten immediately. A
+thread that still reads the slot finds another key in the block, or bytes that fail verification, and looks up the key
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Sizes(NamedTuple):
         return cls(len(records), len(records) * HEADER_BYTES + payloads, pages)
 
     def plus(self, sign: int, page_bytes: int, payload_bytes: int) -> Sizes:
-        """Return the sizes with one page more (`sign` 1) or less (-1)."""
+        """Return the sizes after one page is added (`sign` 1) or removed (`sign` -1)."""
         live_bytes = self.live_bytes + sign * (HEADER_BYTES + payload_bytes)
         return Sizes(self.entries + sign, live_bytes, self.raw_bytes + sign * page_bytes)
 
@@ -72,7 +73,7 @@ class _FileSlots:
 
     @property
     def reclaimable(self) -> _Slots:
-        """Return the free slots that can become holes: those in segments without a page."""
+        """Return the slots that can become holes: the free slots in segments without a page."""
         if not self.file.has_holes:
             return np.zeros(0, dtype=np.intp)
         return np.flatnonzero((self.states != _HOLE) & ~(self.states == _USED).any(axis=1, keepdims=True))
@@ -87,8 +88,8 @@ class _FileSlots:
         self._all[slot] = _STALE
 
     def grow(self, least: int, most: int) -> int:
-        """Allocate disk space for holes up to the end of a segment, but between `least` and `most` slots; returns how
-        many. If the disk has too little space for that, allocate `least`."""
+        """Allocate disk space for holes up to the end of a segment, but for at least `least` and at most `most` slots.
+        If the disk has too little space, allocate `least` slots. Returns the number of allocated slots."""
         self._extend(int(np.count_nonzero(self.states)) + least)
         holes, per_segment = np.flatnonzero(self._all == _HOLE), self.states.shape[1]
         chosen = holes[: max(least, min(most, per_segment - int(holes[0]) % per_segment))]
@@ -103,7 +104,7 @@ class _FileSlots:
         return len(chosen)
 
     def punch(self, slots: _Slots) -> None:
-        """Make free slots holes if the file system has holes."""
+        """Turn free slots into holes if the file system has holes."""
         self._all[slots] = _HOLE if self.file.punch(slots.tolist()) else _FREE
 
     def erase(self) -> None:
@@ -118,7 +119,8 @@ class _FileSlots:
         self._all[end:] = _HOLE
 
     def most_free(self) -> tuple[int, range]:
-        """Among segments with a page, find the one with most free slots; returns their number and its slots."""
+        """Find the segment with most free slots among the segments with a page. Returns the number of free slots, and
+        the slots of the segment."""
         is_free = (self.states == _FREE) | (self.states == _STALE)
         counts = is_free.sum(axis=1) * (self.states == _USED).any(axis=1)
         at, per_segment = int(counts.argmax()) if len(counts) else 0, self.states.shape[1]
@@ -134,8 +136,8 @@ class _FileSlots:
 
 
 class Slots:
-    """All slots of a store, as `records` of the index name them; writer's thread only. Raises OSError if the disk
-    fails.
+    """All slots of a store. The `records` of the index name the used slots. Only the writer thread calls the methods.
+    Raises OSError if the disk fails.
 
     `num_misplaced`: number of pages in `records` whose slot lies outside their file or belongs to another page too.
     """
@@ -159,22 +161,23 @@ class Slots:
 
     @property
     def used_bytes(self) -> int:
-        """Disk space of all used slots."""
+        """Disk space of all used slots, in bytes."""
         return sum(length.slot_bytes * len(slots.used) for length, slots in self._slots.items())
 
     @property
     def disk_bytes(self) -> int:
-        """Disk space of all used and free slots."""
+        """Disk space of all used and free slots, in bytes."""
         return sum(length.slot_bytes * int(np.count_nonzero(slots.states)) for length, slots in self._slots.items())
 
     def settle(self) -> None:
-        """After opening: if the files have less disk space than counted, some free slots are holes; trim."""
+        """Correct the states after opening. If the files have less disk space than `disk_bytes`, some slots that count
+        as free are holes; then trim the files."""
         if self._files.disk_bytes() < self.disk_bytes:
             self.trim()
 
     def missing_bytes(self, needed: Mapping[SlotLength, int], max_bytes: int) -> int:
-        """Return the bytes by which the slots would exceed `max_bytes` with the `needed` free slots, after all segments
-        without pages became holes."""
+        """Return the bytes by which the slots would exceed `max_bytes` if all segments without pages became holes and
+        the `needed` slots were free."""
         total_bytes = sum(length.slot_bytes * n for length, n in needed.items() if length not in self._slots)
         for length, slots in self._slots.items():
             count = max(needed.get(length, 0), len(slots.free) - len(slots.reclaimable))
@@ -182,7 +185,8 @@ class Slots:
         return total_bytes - max_bytes
 
     def reserve(self, needed: Mapping[SlotLength, int], max_bytes: int) -> None:
-        """Allocate the `needed` free slots within `max_bytes`; `missing_bytes` must be at most 0."""
+        """Allocate disk space within `max_bytes` until the `needed` slots are free. `missing_bytes` must have returned
+        at most 0."""
         lacking = {length: max(0, count - len(self._of(length).free)) for length, count in needed.items()}
         left_bytes = max_bytes - self.disk_bytes
         left_bytes -= sum(length.slot_bytes * count for length, count in lacking.items())
@@ -199,7 +203,8 @@ class Slots:
                 left_bytes -= length.slot_bytes * (grown - count)
 
     def most_scattered(self, max_bytes: int) -> Segment | None:
-        """If segments with pages have more than `max_bytes` free together, return the one with most free bytes."""
+        """Return the segment with most free bytes among the segments with pages. Returns None unless the free slots of
+        all these segments have more than `max_bytes` together."""
         files = [(length, slots) for length, slots in self._slots.items() if slots.file.has_holes]
         scattered = (length.slot_bytes * (len(slots.free) - len(slots.reclaimable)) for length, slots in files)
         if sum(scattered) <= max_bytes:
@@ -208,7 +213,7 @@ class Slots:
         return Segment(length, slots.most_free()[1])
 
     def take(self, needed: Mapping[SlotLength, int]) -> dict[SlotLength, Iterator[int]]:
-        """Mark slots that `reserve` made free as used; returns them in ascending order."""
+        """Mark the slots that `reserve` made free as used. Returns these slots in ascending order."""
         return {length: iter(self._slots[length].take(count)) for length, count in needed.items()}
 
     def fill(self, entry: Entry) -> None:
@@ -226,20 +231,22 @@ class Slots:
             slots.erase()
 
     def trim(self) -> None:
-        """Make all free slots holes, and cut each file after its last used slot."""
+        """Turn all free slots into holes, and cut each file after its last used slot."""
         for slots in self._slots.values():
             slots.punch(slots.free)
             slots.cut()
 
     def close(self) -> None:
-        """Cut each file after its last used slot, make segments without pages holes, and erase stale blocks."""
+        """Cut each file after its last used slot, turn segments without pages into holes, and erase the blocks of stale
+        slots."""
         for slots in self._slots.values():
             slots.cut()
             slots.punch(slots.reclaimable)
             slots.erase()
 
     def probe(self) -> None:
-        """Write, and remove again, a slot of the largest size, or 64 MiB of it; OSError if the disk has no space."""
+        """Write a slot of the largest size, but at most 64 MiB of its payload, and remove the slot again. Raises
+        OSError if the disk has no space."""
         page_bytes = self._record.page_sizes[-1]
         slots = self._of(SlotLength(page_bytes, self._record.max_slot_bytes(page_bytes)))
         payload, end = bytes(min(page_bytes, _PROBE_BYTES)), slots.file.num_slots()

@@ -34,7 +34,7 @@ from hicache.storage.slots import Slots
 from hicache.storage.store_folder import is_store_name
 
 log = logging.getLogger("hicache.storage")
-Progress = Callable[[int, int], None]  # called with the number of slots that are done, and of all slots
+Progress = Callable[[int, int], None]  # called with the number of slots read so far and the number of all slots
 
 _THREADS, _SLOTS_AT_ONCE = 8, 256
 
@@ -42,11 +42,12 @@ _THREADS, _SLOTS_AT_ONCE = 8, 256
 class StoreFiles:
     """Owns the lock, the slot files and the index of one store, from construction to `close`.
 
-    Any thread calls `reading`; only the writer calls the rest. An LMDB buffer is an address in a map, and reading it
-    after the map is gone ends the process. So closing or replacing the index waits until no reader is inside, and new
-    readers wait. `rebuilt_pages`: number of pages if this opening rebuilt the index, None if it was sealed.
-    `drive_bytes`: size of the file system. `recorded`: identity and settings of the previous opening. `keeps_index`:
-    see `LmdbPageStore`. Raises `StoreError` and its subclasses; then no file stays locked or open.
+    Any thread calls `reading`; only the writer thread calls the other methods. An LMDB buffer is an address in a memory
+    map, and reading the buffer after the map is closed ends the process. So `close` and `rebuild` wait until no thread
+    is in `reading`, and new readers wait for them. `rebuilt_pages`: number of pages if this opening rebuilt the index,
+    None if the index was sealed. `drive_bytes`: size of the file system. `recorded`: identity and settings of the
+    previous opening. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and its subclasses; then no file stays
+    locked or open.
     """
 
     def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
@@ -73,7 +74,7 @@ class StoreFiles:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[StoreFiles]:
-        """Keep index and slot files open until the block ends. Raises `StoreError` if the store is closed."""
+        """Keep index and slot files open until the `with` block ends. Raises `StoreError` if the store is closed."""
         self.owner.require_here()  # checked first, because in a forked process another thread may hold the lock forever
         with self._reading:
             self.require_open()
@@ -89,8 +90,8 @@ class StoreFiles:
         return self.slot_files.disk_bytes() + self.index.num_bytes()
 
     def record_settings(self) -> None:
-        """Write the present settings to store.json. Called once the store is within its budget: evicting may first have
-        to free disk space for this file."""
+        """Write the present settings to store.json. Call this method after pages above the budget are evicted, because
+        a full disk has no space for this file before."""
         if self.recorded != self.record:
             try:
                 with replacing(self.path / STORE_FILE) as file:
@@ -99,14 +100,14 @@ class StoreFiles:
                 log.warning("the store %s is open with settings that are not recorded: %s", self.path, error)
 
     def rebuild(self) -> None:
-        """Rebuild the index from the slots. Raises `io_errors`; after that reads are misses."""
+        """Rebuild the index from the slots. Raises `io_errors`; after a failed rebuild, reads are misses."""
         self.lock.require_same()
         with self._reading.writing():
             self._build_index()
             self.slots.settle()
 
     def close(self, *, is_complete: bool) -> None:
-        """Wait for readers, seal the index if it `is_complete`, and release everything."""
+        """Wait for readers, seal the index if it `is_complete`, and release the lock, the files and the index."""
         with self._reading.writing():
             self.closed = True
             try:
@@ -120,8 +121,8 @@ class StoreFiles:
                 self._held.close()
 
     def _open_index(self, *, keeps_index: bool) -> None:
-        """Open the sealed index, or rebuild it from the slots if it is missing or does not match them. The sealed file
-        is then removed, because the first write makes it stale."""
+        """Open the sealed index. If the sealed index is missing or does not match the slots, rebuild the index from the
+        slots. Then remove the file of the sealed index, because the first write would make this file stale."""
         sealed, num_sealed = Index.open_sealed(self.path / INDEX_FILE, self.record.budget_bytes), 0
         if sealed is not None:
             self._use_index(sealed)
@@ -168,8 +169,8 @@ def read_record(path: Path) -> StoreRecord:
 
 
 def _record(path: Path, record: StoreRecord) -> StoreRecord:
-    """Read the record of the store in a directory, which must have the identity of `record`; write `record` if there is
-    no store."""
+    """Read the record of the store in a directory; the store must have the identity of `record`. If the directory has
+    no store, write `record`."""
     if (path / STORE_FILE).exists() or _is_left(path):
         stored = read_record(path)
         stored.require(path, record)
@@ -180,7 +181,8 @@ def _record(path: Path, record: StoreRecord) -> StoreRecord:
 
 
 def _denied_folder(path: Path) -> Path | None:
-    """Return a store's subfolder of `path` that this user has no permission to read, if there is one."""
+    """Return the first folder of a store in `path` that this user has no permission to read. Returns None if there is
+    no such folder."""
     try:
         named = [folder for folder in sorted(path.iterdir()) if is_store_name(folder.name)]
     except OSError:
@@ -202,8 +204,8 @@ class _Found(NamedTuple):
 
 
 def _rebuild(index: Index, files: SlotFiles, namespace: bytes, progress: Progress) -> None:
-    """Fill an empty index from the blocks of the slots, in the use order of their sequences. Slots without a valid
-    page, and slots that cannot be read, become holes. Raises OSError if the disk fails."""
+    """Fill an empty index from the blocks of the slots. The sequence numbers in the blocks give the use order. Slots
+    without a valid page, and slots that cannot be read, become holes. Raises OSError if the disk fails."""
 
     def read(length: SlotLength, slots: range) -> list[_Found]:
         return [found for slot in slots if (found := _page_of(files[length], length, slot, namespace))]
@@ -223,7 +225,7 @@ def _rebuild(index: Index, files: SlotFiles, namespace: bytes, progress: Progres
     with index.changes() as changes:
         for one in newest.values():
             changes.put(one.key, one.entry, max(1, one.sequence))
-    index.uses.restart_clock()  # makes later sequence numbers higher
+    index.uses.restart_clock()  # later sequence numbers are higher than all found ones
     for length, file in files.items():
         used = {one.entry.slot for one in newest.values() if one.entry.length == length}
         file.truncate(max(used, default=-1) + 1)

@@ -2,11 +2,11 @@
 
     [0, B)  closed stores | stores that other processes have open | this store
 
-An open store may use the bytes of B that the others do not use. If that is not enough for a page, closed stores are
-removed, the least recently used first. If no closed store is left, the open ones share B evenly: a store with more than
-its share evicts at its next write or its next check of the budget.
+An open store may use all bytes of B that no other store uses. If an open store needs more bytes for a page, closed
+stores are removed, the least recently used first. If no closed store is left, the open stores share B evenly. A store
+with more than its share evicts pages at its next write or its next check of the budget.
 
-Owns the names of the subfolders, the time of a store's last use, and the removal of stores.
+This module owns the names of the subfolders, the time of a store's last use, and the removal of stores.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ _NAME = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
 
 
 def store_name(identity: Mapping[str, str | int], page_sizes: Sequence[int]) -> str:
-    """Return the name of the subfolder for an identity: the server that writes it, and a digest. Stores with different
-    encryption keys have different names if the identity names the key."""
+    """Return the name of the subfolder for an identity: the name of the server that writes the pages, and a digest of
+    the identity. Stores with different encryption keys have different names if the identity names the key."""
     named = json.dumps([FORMAT, decisive(identity), sorted(page_sizes)], sort_keys=True)
     writer = re.sub(r"[^a-z0-9.]+", "-", str(identity.get("server", "hicache")).lower()[:64])
     return f"{writer.strip('-.') or 'store'}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
 
 
 def is_store_name(name: str) -> bool:
-    """Return whether `store_name` made the name. Stores with other names belong to users and are never removed."""
+    """Return whether `name` has the form of the names that `store_name` returns. Users created stores with other names;
+    hicache never removes such a store."""
     return _NAME.fullmatch(name) is not None
 
 
 def name_of(record: StoreRecord) -> str:
-    """Return the name of the subfolder in which the creator of a store looks for it. The folder name of an engine's
-    store does not depend on the encryption key; that of a server's plug-in ("server" in the identity) does."""
+    """Return the name of the subfolder in which the creator of a store looks for the store. If a server's plug-in
+    created the store ("server" in the identity), the name depends on the encryption key. The name of a store that an
+    engine created does not depend on the key."""
     identity = dict(record.identity)
     if "server" not in identity:
         identity.pop(KEY_ID_FIELD, None)
@@ -55,7 +57,8 @@ def name_of(record: StoreRecord) -> str:
 
 
 def store_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the subfolders of `path` with a store, sorted; none if `path` itself has a store or cannot be read."""
+    """Return the subfolders of `path` that have a store, sorted. Returns no subfolder if `path` itself has a store or
+    cannot be read."""
     try:
         folders = [] if (Path(path) / STORE_FILE).exists() else sorted(Path(path).iterdir())
         return [folder for folder in folders if os.path.isfile(folder / STORE_FILE)]
@@ -64,8 +67,8 @@ def store_folders(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def store_at(path: str | os.PathLike[str]) -> Path:
-    """Return the directory of the store at `path`: if it is a folder with a single store, the subfolder of that
-    store."""
+    """Return the directory of the store at `path`. If `path` is a folder with a single store, return the subfolder of
+    this store; otherwise return `path`."""
     folders = store_folders(path)
     return folders[0] if len(folders) == 1 else Path(path)
 
@@ -79,7 +82,7 @@ def last_use_s(store: Path) -> float:
 
 
 def disk_bytes(store: Path) -> int:
-    """Return the disk space of a store's files in bytes; for an open store without its index."""
+    """Return the disk space of a store's files in bytes. The index of an open store is not included."""
     return sum(map(_disk_bytes_of, (store / INDEX_FILE, *slots_files(store))))
 
 
@@ -92,8 +95,8 @@ def _disk_bytes_of(file: Path) -> int:
 
 
 def _unsealed_bytes(store: Path) -> int:
-    """Return the approximate size in bytes of an index that is not in a file, because the store is open or was
-    killed."""
+    """Return the approximate size in bytes of the index if it is not in a file, because a process has the store open or
+    was killed. Returns 0 if the index is in a file."""
     if (store / INDEX_FILE).exists():
         return 0
     num_slots = sum(_disk_bytes_of(slots_file(store, *length)) // length.slot_bytes for length in slot_lengths(store))
@@ -101,14 +104,14 @@ def _unsealed_bytes(store: Path) -> int:
 
 
 def remove_store(store: Path) -> bool:
-    """Remove a store unless a process has it open. Returns whether it was removed. Raises OSError. The record is
-    deleted last, so a kill leaves a valid store with fewer pages."""
+    """Remove a store unless a process has the store open. Returns whether the store was removed. Raises OSError. The
+    record is deleted after the pages, so a kill leaves a valid store with fewer pages."""
     try:
         with contextlib.closing(WriterLock(store, wait_s=0.0)):
             left = (*store.glob(f"*{NEW_SUFFIX}"), store / STORE_FILE, store / LOCK_FILE)
             for file in (store / INDEX_FILE, *slots_files(store), *left):
                 file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the folder has other files
+            with contextlib.suppress(OSError):  # raised if the folder has other files
                 store.rmdir()
     except StoreError as error:
         log.debug("a store is not removed: %s", error)
@@ -117,12 +120,14 @@ def remove_store(store: Path) -> bool:
 
 
 class StoreBudget:
-    """The share of one store in a budget of `num_bytes`; used only by the writer's thread. `min_bytes`: the smallest
-    share with which a store works. `is_shared`: all stores in the folder of `store` share the budget. `removed`: names
-    of the stores that were removed. Raises OSError."""
+    """The share of one store in a budget of `num_bytes`. Only the writer thread uses this object. `min_bytes`: the
+    smallest share with which a store works. `is_shared`: all stores in the folder of `store` share the budget.
+    `others_bytes`: bytes of the other stores that share the budget, after the last `bytes_for`. `removed`: names of the
+    stores that were removed. Raises OSError."""
 
     def __init__(self, store: Path, num_bytes: int, min_bytes: int, *, is_shared: bool) -> None:
         self.num_bytes = num_bytes
+        self.others_bytes = 0
         self.removed = list[str]()
         self._store = store
         self._min_bytes = min_bytes
@@ -130,7 +135,7 @@ class StoreBudget:
 
     def bytes_for(self, needed_bytes: int) -> int:
         """Return the number of bytes that the store may use, given that it needs `needed_bytes`. If the budget is
-        shared, closed stores are removed to free them."""
+        shared, this call removes closed stores until `needed_bytes` are available."""
         if not self._is_shared:
             return self.num_bytes
         self.note_use()
@@ -140,11 +145,12 @@ class StoreBudget:
             if self.num_bytes - sum(others.values()) >= needed_bytes:
                 break
             if remove_store(other):
-                log.info("the store %s is removed: others in its folder need the space", other)
+                log.info("the store %s is removed: other stores in its folder need the space", other)
                 self.removed.append(other.name)
                 del others[other]
+        self.others_bytes = sum(others.values())
         share_bytes = self.num_bytes // (1 + len(others))
-        return max(self.num_bytes - sum(others.values()), share_bytes, self._min_bytes)
+        return max(self.num_bytes - self.others_bytes, share_bytes, self._min_bytes)
 
     def note_use(self) -> None:
         if self._is_shared:

@@ -62,8 +62,8 @@ class StoreUrl:
         """Return `defaults`, replaced by the options in the URL. The URL names an option without its unit, and the name
         and type of the default decide how it is parsed: `timeout_s=1.0` is `timeout`, a time in seconds above 0;
         `budget_bytes=1` is `budget`, a size like 8GiB; `endpoint_url=""` is `endpoint`, a URL of HTTP; other texts must
-        not be empty. A number may be 0 only if its default is 0, or for `level`. Raises `StoreError` for unknown
-        options and bad values."""
+        not be empty. A number may be 0 only if its default is 0, or if the option is `level`. Raises `StoreError` for
+        unknown options and bad values."""
         names = {_UNIT.sub("", name): name for name in defaults}
         options: dict[str, Any] = dict(defaults)
         for option, text in self.given.items():

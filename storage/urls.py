@@ -5,8 +5,9 @@
     s3://bucket/prefix?endpoint=http://host:9000
     dir:///mnt/shared/kv
 
-Other packages add schemes by entry points of the group `hicache.stores`: the name is the scheme; the value is called
-with `(url, *, identity, formats, cipher)`, returns a `PageStore`, and raises `StoreError` with the remedy.
+Other packages add schemes by entry points of the group `hicache.stores`. The name of an entry point is the scheme. The
+value of an entry point is a function of `(url, *, identity, formats, cipher)`. The function returns a `PageStore`, or
+raises `StoreError` with a message that names the remedy.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def open_store(
     on_removed: Callable[[Sequence[bytes]], None] | None = None,
     name: str = "",
 ) -> PageStore:
-    """Open the store of `url` for pages of `formats`. `identity`, `cipher`, `on_removed`: see `LmdbPageStore`; other
-    stores do not call `on_removed`. `name`: if given, a URL of lmdb names a folder of stores and their common budget,
-    and `name` is the subfolder of this store.
+    """Open the store at `url` for pages of `formats`. `identity`, `cipher`, `on_removed`: see `LmdbPageStore`. Stores
+    of other schemes than lmdb do not call `on_removed`. `name`: if given, a URL of lmdb names a folder of stores and
+    their common budget, and `name` is the subfolder of this store.
 
     Raises `StoreError` for an invalid URL, and the errors of the store.
     """
@@ -61,7 +62,8 @@ def opener_of(url: str) -> _Opener:
 
 
 def disk_of(url: str) -> tuple[Path, int] | None:
-    """The directory and the budget in bytes of a URL of lmdb; None for another scheme. Raises `StoreError`."""
+    """Return the directory and the budget in bytes in a URL of lmdb; None if the URL has another scheme. Raises
+    `StoreError`."""
     if scheme_of(url.strip()) != "lmdb":
         return None
     path, options = _parsed_lmdb(url.strip())
@@ -74,7 +76,7 @@ def _open_lmdb(url: str, /, *, name: str, **about: Any) -> PageStore:
 
 
 def _parsed_lmdb(url: str) -> tuple[Path, dict[str, Any]]:
-    """The directory and the options of a URL of lmdb."""
+    """Return the directory and the options in a URL of lmdb."""
     at = StoreUrl.parse(url)
     if at.host or at.path in ("", "/"):
         raise StoreError("a URL of lmdb names a directory by its absolute path: lmdb:///var/lib/hicache?budget=8GiB")

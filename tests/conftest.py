@@ -1,4 +1,4 @@
-"""Shared by all tests: where there is no GPU, kernels run through Triton's interpreter, and GPU tests are left out."""
+"""Fixtures of all tests. Without a GPU, kernels run in Triton's interpreter, and GPU tests are left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-# Before anything imports Triton, which looks once; hicache does.
+# Triton reads this variable once, when it is imported; importing hicache imports Triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -26,21 +26,24 @@ import hicache.storage.process.client
 import programs
 from hicache import RemoteConfig
 from hicache.storage.process.health import LIMITS
+from hicache.storage.process.settings import ServiceSettings
 from hicache.stores.tier import open_tier
+from patient_stores import patient_remote
 from waiting import BOUND_S
 
-# Tests are many and small: threads of torch that wait for each other cost more than they bring, most on busy cores.
+# Tests are many and small. Threads of torch that wait for each other cost more time than they save, most of all on busy
+# cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
-# Programs that tests start import what the tests do.
+# The programs that tests start can import the same modules as the tests.
 SUPPORT = Path(__file__).parent / "support"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 HAS_CUDA = torch.cuda.is_available()
-_MAX_KEPT_BYTES = 1 << 30  # of device memory, by a worker between two tests
+_MAX_KEPT_BYTES = 1 << 30  # device memory that a worker may keep between two tests
 
-# The default run is the same each time, and so is its verdict; `make test-all` draws new examples, ten times the
-# number.
+# The default run has the same examples each time, so its result is reproducible. `make test-all` draws new examples,
+# ten times the number.
 _all = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("quick", max_examples=15, derandomize=True, **_all)
 settings.register_profile("unshrunk", settings.get_profile("quick"), phases=set(Phase) - {Phase.shrink, Phase.explain})
@@ -52,7 +55,8 @@ pytest_plugins = ["forked_workers"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the folder of the fork server (programs.py) that the workers of this run share: it is their owner's pid."""
+    """Set the folder of the fork servers (programs.py) that the workers of this run share. The name of the folder has
+    the pid of the process that owns the run."""
     folder = Path(tempfile.mkdtemp(prefix="hicache-tests-"), str(os.getpid()))
     folder.mkdir()
     os.environ[programs.ADDRESS] = str(folder)
@@ -67,20 +71,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the imported libraries from garbage collection, and collect the rest less often: a fifth of the time."""
+    """Exclude the imported libraries from garbage collection, and collect other objects less often. Both measures save
+    a fifth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries report what is left at the exit
+    gc.unfreeze()  # libraries report objects that are left at the exit
 
 
 @pytest.fixture(autouse=True)
 def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores run in threads of the test's process, over the same frames: starting an interpreter for each would take
-    minutes. Tests marked `store_process`, and the programs that tests start, have them in processes."""
+    """Run stores in threads of the test's process, with the same frames, because starting an interpreter for each store
+    would take minutes. Tests marked `store_process`, and programs that tests start, have stores in processes."""
     if request.node.get_closest_marker("store_process") is None:
         in_process = {"in_process": True}
         for module in (hicache.build.store_tiers, hicache.integrations.server_store):
@@ -93,15 +98,17 @@ def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 def patience_with_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a thread may wait seconds for a processor. A store is therefore not declared lost for its
     silence, unless a test changes the time or the class that measure the silence. A remote store that a test passes as
-    an object has the I/O timeout of a disk."""
+    an object has the I/O timeout of a disk. No call of another remote store times out."""
     monkeypatch.setattr(hicache.storage.process.client, "_MIN_SILENCE_S", BOUND_S)
     remote = functools.partial(RemoteConfig, io_timeout_s=LIMITS.io_timeout_s)
     monkeypatch.setattr(hicache.build.store_tiers, "RemoteConfig", remote)
+    monkeypatch.setattr(ServiceSettings, "of_remote", staticmethod(patient_remote))
 
 
 @pytest.fixture(autouse=True)
 def device_memory_of_others() -> Iterator[None]:
-    """Give back what a large test had on the device: workers share it, and torch keeps what it was given."""
+    """Free the device memory of a large test after it, because workers share the device, and torch keeps freed
+    memory."""
     yield
     if HAS_CUDA and torch.cuda.memory_reserved() > _MAX_KEPT_BYTES:
         gc.collect()
@@ -110,13 +117,13 @@ def device_memory_of_others() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"])
 def device(request: pytest.FixtureRequest) -> str:
-    """Each device that tensors may be on."""
+    """Each device on which tensors may be."""
     return str(request.param)
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"])
 def triton_device(request: pytest.FixtureRequest) -> str:
-    """The device whose tensors Triton's kernels take: where there is a GPU, its interpreter is off."""
+    """The device whose tensors Triton's kernels accept. On a machine with a GPU, Triton's interpreter is off."""
     return str(request.param)
 
 
@@ -124,7 +131,7 @@ def triton_device(request: pytest.FixtureRequest) -> str:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each implementation of the kernels; pools and allocators that the test builds use it too.
 
-    On the CPU Triton needs its interpreter, which is off where there is a GPU.
+    On the CPU Triton needs its interpreter, which is off on a machine with a GPU.
     """
     on_cpu = "device" not in request.fixturenames or request.getfixturevalue("device") == "cpu"
     if request.param == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -135,14 +142,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB, to be filled up."""
+    """A file system of 8 MiB, small enough for a test to fill."""
     with _mounted(tmp_path, "tmpfs", "-o", "size=8m"):
         yield tmp_path
 
 
 @pytest.fixture(params=["holes", "no holes"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system whose files have holes, and one whose files have none."""
+    """A file system whose files can have holes, and one whose files cannot."""
     with contextlib.nullcontext() if request.param == "holes" else _mounted(tmp_path, "ramfs"):
         yield tmp_path
 

@@ -1,9 +1,11 @@
-"""Whether the tests notice a wrong line: changes one at a time in a copy of the tree, and runs the default tests on it.
+"""Check whether the tests notice wrong lines: change one line at a time in a copy of the tree, and run the default
+tests on it.
 
     python tests/mutations.py             all of them; status 1 where more than two go unnoticed
     python tests/mutations.py 3 17        some, by their number
 
-Tests of the mutated package run first, and a run ends at its first failure: a mutation that is noticed costs seconds.
+Tests of the mutated package run first, and a run ends at its first failure, so a mutation that is noticed costs
+seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PACKAGES = ("kernels", "storage", "bench")
 
 
 class Mutation(NamedTuple):
-    """`right` stands in `file` once and becomes `wrong`; `tests` run first."""
+    """`right` occurs once in `file` and becomes `wrong`. `tests` run first."""
 
     file: str
     right: str
@@ -191,7 +193,7 @@ MUTATIONS = (
 
 
 def copy_tree(target: Path) -> None:
-    """The files of the repository, and the package as it is installed."""
+    """Copy the files of the repository, with the package as it is installed."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
         "\n"
     )

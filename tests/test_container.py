@@ -1,7 +1,7 @@
-"""The image of the Dockerfile: built, run, probed, asked, stopped and started again, without a network.
+"""The image of the Dockerfile is built, run, probed, called, stopped and started again, without a network.
 
-Its base is made of this machine: /usr, the interpreter and its packages are mounted, so nothing is downloaded.
-docs/deploying.md says what it is made of elsewhere.
+The base of the image uses this machine: /usr, the interpreter and its packages are mounted, so nothing is downloaded.
+docs/deploying.md describes the base of a normal build.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOUNTED = ("/usr", "/etc/alternatives", sys.base_prefix, *PACKAGES)
 ENVIRONMENT = {"PATH": f"{sys.base_prefix}/bin:/usr/bin:/usr/sbin", "PYTHONPATH": ":".join(PACKAGES)}
 USERS = {"etc/passwd": "root:x:0:0::/:/bin/sh\n", "etc/group": "root:x:0:\n"}
 OFFLINE = "[global]\nno-index = true\nno-build-isolation = false\n"
-# Limits below the defaults of a container, which a sandbox may not grant.
+# Limits below the defaults of a container, because a sandbox may not grant the defaults.
 LIMITS = ("--network", "none", "--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 SERVE = ("serve", "--model", "random", "--disk-path", "/data/pages", "--device-tokens", "4096", "--host-bytes", "8MiB")
 ASK = """
@@ -45,7 +45,8 @@ pytestmark = [
 
 
 class Podman:
-    """Images and containers of its own, which are kept in `folder`; `run`: of at most 50 characters."""
+    """Podman with its own images and containers, which are kept in `folder`. `run`: a folder with a path of at most 50
+    characters."""
 
     def __init__(self, folder: Path, run: str) -> None:
         runtime = ("--runtime", "runc") if shutil.which("runc") else ()
@@ -70,7 +71,7 @@ MACHINE = mounts({path: path for path in MOUNTED})
 
 
 def base_of(folder: Path) -> Path:
-    """An image of links into the mounted /usr, and of all files that are no programs."""
+    """A base image with links into the mounted /usr, and with the files that are not in /usr."""
     with tarfile.open(folder / "base.tar", "w") as base:
         for name in ("bin", "sbin", "lib", "lib64"):
             base.add(f"/{name}", name, recursive=False)
@@ -86,7 +87,7 @@ def base_of(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
-    """Has the image `hicache`. Skips where podman runs nothing, as in most sandboxes."""
+    """Podman with the image `hicache`. Skips the tests if podman can run nothing, as in most sandboxes."""
     folder = tmp_path_factory.mktemp("podman")
     run = tempfile.mkdtemp()
     podman = Podman(folder, run)
@@ -107,8 +108,8 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 
 
 def test_a_container_keeps_its_pages(podman: Podman) -> None:
-    """The server runs as another user than root, is healthy once it serves, ends with status 0 on SIGTERM although it
-    is process 1, and finds the pages of its volume when it is started again."""
+    """The server does not run as root, is healthy when it serves, and ends with status 0 on SIGTERM although it is
+    process 1. After a restart it finds the pages of its volume."""
 
     def asked() -> dict[str, Any]:
         return dict(json.loads(podman("exec", "server", "python3", "-c", ASK)))

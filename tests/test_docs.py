@@ -34,7 +34,7 @@ def _file(path: str) -> Path | None:
 
 
 def _definitions(file: Path) -> Iterator[str]:
-    """Classes and functions of a module, and `Class.method`."""
+    """The names of classes and functions of a module, and `Class.method`."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name
@@ -57,7 +57,7 @@ def test_files_exist(page: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub and the site make them."""
+    """The anchors of the headings of a page, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w -]", "", text).strip().replace(" ", "-") for text in texts}
@@ -90,7 +90,7 @@ def _matches(pattern: str, file: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page: Path, commands: dict[str, set[str]]) -> None:
-    """Every command of `hicache`, every benchmark and every target of `make` that stands in code is there."""
+    """Every command of `hicache`, every benchmark and every target of `make` that a page has in code exists."""
     code = "\n".join(re.findall(r"^ {4}[^\n]*|`[^`\n]+`", page.read_text(), re.MULTILINE))
     for words, known in commands.items():
         named = re.findall(rf"(?:(?<=`)|(?<=^ {{4}})){words} ([a-z_][\w|-]*)(?![\w:|-])", code, re.MULTILINE)
@@ -98,7 +98,7 @@ def test_commands_exist(page: Path, commands: dict[str, set[str]]) -> None:
 
 
 def test_code_of_the_page_of_extensions_is_that_of_the_tests() -> None:
-    """Each block of code stands, line by line, in the file that its first line names."""
+    """Each block of code is, line by line, in the file that its first line names."""
     text = (ROOT / "docs/extending.md").read_text()
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == text.count("```python") == 9
@@ -107,7 +107,7 @@ def test_code_of_the_page_of_extensions_is_that_of_the_tests() -> None:
 
 
 def test_results_are_those_that_the_page_of_performance_names() -> None:
-    """Its first table has every result file, with the commit that the file names."""
+    """The first table of the page of performance has every result file, with the commit that the file names."""
     page = (ROOT / "docs/performance.md").read_text()
     rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", page.partition("\n## ")[0], re.MULTILINE)
     commits = {name: commit for names, commit in rows for name in re.findall(r"`([^`]+)`", names)}
@@ -117,7 +117,7 @@ def test_results_are_those_that_the_page_of_performance_names() -> None:
 
 
 def test_missed_targets_are_named() -> None:
-    """Of each case of a server that missed its target the page of performance says so, in bold."""
+    """The page of performance names, in bold, each case of a server that missed its target."""
     page = (ROOT / "docs/performance.md").read_text()
     for path in (ROOT / "bench/results").glob("servers-*.json"):
         for case in read_report(path).cases:
@@ -127,7 +127,7 @@ def test_missed_targets_are_named() -> None:
 
 
 def test_settings_of_servers_are_taken() -> None:
-    """Examples of configurations on the pages are JSON that the named plug-in accepts."""
+    """The examples of configurations on the pages are JSON that the named plug-in accepts."""
     checked = 0
     pages = [ROOT / "README.md", *(ROOT / "docs/integrations").glob("*.md")]
     flag = r"--(?:kv-transfer-config|[\w-]*backend-extra-config) '(\{.*?\})'"
@@ -151,7 +151,7 @@ def test_settings_of_servers_are_taken() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_definitions_exist(page: Path) -> None:
-    """Every class, function and method that is named with its file is defined there."""
+    """Every class, function and method that a page names with its file is defined in that file."""
     named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", page.read_text())
     missing = [(path, name) for path, name in named if name not in set(_definitions(_file(path) or page))]
     assert missing == []
@@ -169,7 +169,8 @@ def tables() -> ModuleType:
 
 
 def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
-    """Of settings, flags, environment, metrics, families and measurements: run `make tables` where they are not."""
+    """The tables of settings, flags, environment, metrics, families and measurements are up to date. If not, run `make
+    tables`."""
     texts = {path.relative_to(ROOT): path.read_text() for path in PAGES}
     assert [str(path) for path, text in texts.items() if tables.filled(text) != text] == []
     marks = [re.findall(r"^<!-- (table|end of table)\b", text, re.MULTILINE) for text in texts.values()]
@@ -178,17 +179,17 @@ def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
 
 
 def test_charts_are_those_of_the_results(tables: ModuleType) -> None:
-    """Run `make tables` where they are not."""
+    """The charts are up to date. If not, run `make tables`."""
     drawn = tables.charts()
     assert [name for name, svg in drawn.items() if (tables.PICTURES / name).read_text() != svg] == []
-    pictures = {path for path in tables.PICTURES.glob("*.svg") if path.name != "demo.svg"}  # a terminal is always dark
+    pictures = {path for path in tables.PICTURES.glob("*.svg") if path.name != "demo.svg"}  # demo.svg is always dark
     assert all("prefers-color-scheme: dark" in path.read_text() for path in pictures)
     page = (ROOT / "docs/performance.md").read_text()
     assert [name for name in drawn if name.startswith("measured-") and f"(pictures/{name})" not in page] == []
 
 
 def test_the_organisation_is_declared_once(tables: ModuleType) -> None:
-    """Each file that names the address of the repository has that of pyproject.toml: run `make tables`."""
+    """Each file with the address of the repository has the address of pyproject.toml. If not, run `make tables`."""
     kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     texts = {name: (ROOT / name).read_text(errors="replace") for name in {*kept, *tables.ADDRESSED}}
     named = {name for name, text in texts.items() if re.search(r"github\.com/[\w.-]+/hicache\b", text)}
@@ -198,13 +199,13 @@ def test_the_organisation_is_declared_once(tables: ModuleType) -> None:
 
 
 def test_the_table_of_verbs_is_complete() -> None:
-    """Each verb of the engine has its place in the table of their legal order."""
+    """Each verb of the engine is in the table of their legal order."""
     page = (ROOT / "docs/architecture.md").read_text()
     table = page.partition("### The verbs of the engine")[2].partition("\n## ")[0]
     first_cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
     named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
     verbs = re.findall(
-        r"^    @(?:exclusive|running)\n    def (\w+)\(", (ROOT / "hicache/engine.py").read_text(), re.MULTILINE
+        r"^    @(?:one_call_at_a_time|running)\n    def (\w+)\(", (ROOT / "hicache/engine.py").read_text(), re.MULTILINE
     )
     assert sorted({*named} - {"with"}) == sorted(verbs)
 
@@ -223,8 +224,8 @@ def test_the_table_of_kernels_is_complete() -> None:
 
 
 def test_the_settings_page_has_every_declaration(tables: ModuleType) -> None:
-    """Each class that declares settings has a table there, each setting a row with its help, and with "required" where
-    it has no default."""
+    """Each class that declares settings has a table on the page. Each setting has a row with its help, and with
+    "required" if it has no default."""
     page = (ROOT / "docs/settings.md").read_text()
     assert re.findall(r"<!-- table: settings (\w+) -->", page) == list(tables._SETTINGS)
     classes = {*SECTIONS.values(), ServerStoreConfig, SharedStoreConfig, OffloadingSettings}

@@ -1,4 +1,5 @@
-"""The examples run as they stand; the small scheduler and the small engine serve what is computed without a cache."""
+"""The examples run unchanged. The small scheduler and the small engine give the results that are computed without a
+cache."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TINY_ENGINE = EXAMPLES / "tiny_engine.py"
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each example ends without an error and says what it did."""
+    """Each example ends without an error and prints its results."""
     runpy.run_path(str(path), run_name="__main__")
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
@@ -32,8 +33,7 @@ def test_an_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_check_of_a_server_counts_cached_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The script of the page on vLLM, which has the same lines, sends one prompt twice. A server may leave details
-    out."""
+    """The script that the page about vLLM runs sends one prompt twice. A server may leave details out."""
     asked: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -52,7 +52,7 @@ def test_the_check_of_a_server_counts_cached_tokens(
             self.wfile.write(json.dumps(body).encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     text, script = tmp_path / "text.txt", EXAMPLES / "vllm/check.py"
     text.write_text("a text. " * 1000)
@@ -69,7 +69,7 @@ def test_the_check_of_a_server_counts_cached_tokens(
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["1000 prompt tokens, cached: None", "1000 prompt tokens, cached: 900"]
     page = (ROOT / "docs/integrations/vllm_ten_minutes.md").read_text()
-    assert f"```python\n{script.read_text().partition(chr(10) * 2)[2]}```" in page
+    assert "python examples/vllm/check.py http://127.0.0.1:8000 LICENSE" in page
 
 
 def test_requests_in_a_queue_are_prefetched(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,26 +79,30 @@ def test_requests_in_a_queue_are_prefetched(capsys: pytest.CaptureFixture[str]) 
     assert [line.split()[4] for line in lines] == ["0"] * 6 + ["576"] * 6
 
 
-def test_the_small_scheduler_serves_what_a_model_generates() -> None:
-    """Its answers are those of whole passes without a cache, also on a device that cannot hold all prompts at once."""
+@pytest.mark.parametrize("device_tokens", [320, 144])
+def test_the_small_scheduler_serves_what_a_model_generates(device_tokens: int) -> None:
+    """The answers of the small scheduler are those of complete passes without a cache, also on a device that cannot
+    hold all prompts at once. On the smaller device, running requests are preempted."""
     serve = runpy.run_path(str(EXAMPLES / "tiny_scheduler.py"))["serve"]
     model = shared(tiny_llama)
     document = prompt(100, seed=1)
     prompts = {f"q{i}": np.concatenate([document, prompt(7 + i, seed=2 + i)]) for i in range(5)}
-    with tiny_engine(model, device_tokens=320) as engine:
+    with tiny_engine(model, device_tokens=device_tokens) as engine:
         for _ in range(2):
             answers = serve(engine, tiny_runner(model, engine), prompts)
             assert {name: tuple(tokens) for name, tokens in answers.items()} == {
                 name: plain_greedy(model, tokens, 16, answers[name]) for name, tokens in prompts.items()
             }
         assert engine.stats()["admit.device_hit_tokens"] > 0
+        num_prompts = 2 * len(prompts)
+        assert (engine.stats()["admit.requests"] > num_prompts) == (device_tokens == 144)
         engine.check()
 
 
 def test_a_batch_served_as_sglang_does_generates_what_plain_attention_does(device: str, kernels: str) -> None:
-    """With either implementation of the kernels: prefixes are shared, prompts are computed in chunks, a request is
-    retracted to the CPU in several copies and restored, and the tokens are those of whole passes without a cache. A
-    pass that read another request's slots would fail the comparison."""
+    """Prefixes are shared, prompts are computed in chunks, and a request is retracted to the CPU in several copies and
+    restored. With each kind of kernels the tokens are those of complete passes without a cache. A pass that read
+    another request's slots would fail the comparison."""
     example = runpy.run_path(str(EXAMPLES / "sglang_batch.py"))
     place = torch.device(device)
     model, plain = (example[name](example["TINY"], 64, place, torch.float32) for name in ("Model", "PlainAttention"))
@@ -160,7 +164,7 @@ def test_the_small_engine_serves_what_was_computed(seed: int) -> None:
 
 
 def _slots_in_use(engine: Any, leases: list[Any]) -> list[int]:
-    """Slots of the tree, and of leases after their prefix in the tree."""
+    """The slots of the tree, and the slots of leases after their prefix in the tree."""
     nodes = [engine.root]
     for node in nodes:
         nodes.extend(node.children.values())
@@ -169,7 +173,7 @@ def _slots_in_use(engine: Any, leases: list[Any]) -> list[int]:
 
 
 def test_the_tour_shows_the_whole_small_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks of code are the program, in its order, and the printed output is that of the program."""
+    """The blocks of code of the tour are the program, in its order. The output on the page is that of the program."""
     tour = (ROOT / "docs/tour.md").read_text()
     shown = "".join(re.findall(r"```python\n# examples/tiny_engine.py\n(.*?)```", tour, re.DOTALL)).splitlines()
     program = TINY_ENGINE.read_text().splitlines()

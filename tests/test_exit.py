@@ -1,6 +1,6 @@
-"""A process or an engine ends without `close`: threads stop, the exit status is kept, the store is complete.
+"""A process or an engine ends without `close`: threads stop, the exit status is kept, and the store is complete.
 
-And the end of a fork, which is none of theirs.
+A forked child ends nothing of its parent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hicache.storage import open_existing
 from programs import Program, output
 from waiting import eventually
 
-# Ends its interpreter while its engines are busy, one with a disk and one without. Prints how many pages the store had
-# acknowledged before.
+# A program that ends its interpreter while its engines are busy, one with a disk and one without. The program first
+# prints how many pages the store has acknowledged.
 PROGRAM = """
 import atexit, os, signal, sys, threading
 import numpy as np
@@ -79,7 +79,7 @@ def require_end(folder: Path, ending: str, status: int, *tiers: str) -> None:
         acknowledged, printed = program.communicate()
     assert program.returncode == status, printed
     assert printed.count("Traceback") == (ending in ("error", "interrupt")), printed
-    # Of a traceback, the lines of its frames have the path of the checkout, which may be called hicache.
+    # Frames in a traceback have the path of the checkout, which may be called hicache.
     assert not [line for line in printed.splitlines() if "hicache" in line and not line.startswith("  File ")], printed
     if "disk" in tiers:
         store = open_existing(folder)
@@ -90,18 +90,19 @@ def require_end(folder: Path, ending: str, status: int, *tiers: str) -> None:
 
 @pytest.mark.parametrize("ending", STATUS)
 def test_the_callers_status_survives(ending: str, tmp_path: Path) -> None:
-    """However a process ends with engines open and busy, its status is the caller's, nothing is said but the caller's
-    own words, and the store opens again with every page that was acknowledged."""
+    """However a process ends with open and busy engines, its status is that of the caller. The process prints only the
+    caller's output, and the store opens again with every acknowledged page."""
     require_end(tmp_path, ending, STATUS[ending], "disk", "memory")
 
 
 def test_what_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
-    """A copy and a store that never return: the process ends all the same, with the caller's status."""
+    """If a copy and a store never return, the process still ends with the caller's status."""
     require_end(tmp_path, "hang", 3, "disk", "memory")
 
 
 def test_an_engine_that_is_dropped_stops_its_threads(tmp_path: Path) -> None:
-    """An engine without a reference, never closed: its threads end, and the store can be opened again."""
+    """The threads of an engine that was never closed end when it has no references, and its store can be opened
+    again."""
     before = set(threading.enumerate())
     config = EngineConfig(
         device_tokens=1024, host_bytes=8 << 20, host_page_size=16, model_id="m", disk=DiskConfig(path=str(tmp_path))
@@ -123,8 +124,8 @@ def test_an_engine_that_is_dropped_stops_its_threads(tmp_path: Path) -> None:
 
 
 def test_the_end_waits_for_the_call_of_another_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The hook at the exit touches no store while a daemon thread is inside a call of the engine, and no other call
-    begins after it."""
+    """The exit hook touches no store while a daemon thread is inside a call of the engine. After the hook no call can
+    begin."""
     config = EngineConfig(
         device_tokens=1024, host_bytes=8 << 20, host_page_size=16, model_id="m", disk=DiskConfig(path=str(tmp_path))
     )
@@ -149,7 +150,7 @@ def test_the_end_waits_for_the_call_of_another_thread(monkeypatch: pytest.Monkey
     caller = threading.Thread(target=engine.lookup, args=(np.arange(100),))
     caller.start()
     assert inside.wait(60)
-    monkeypatch.setattr(time, "sleep", lambda seconds: (go_on.set(), sleep(seconds)))  # the hook looks again
+    monkeypatch.setattr(time, "sleep", lambda seconds: (go_on.set(), sleep(seconds)))  # then the hook tries again
     assert engine._finalizer is not None
     end = threading.Thread(target=engine._finalizer)
     end.start()
@@ -160,8 +161,8 @@ def test_the_end_waits_for_the_call_of_another_thread(monkeypatch: pytest.Monkey
         engine.poll()
 
 
-# Forks a process with an engine, a tensor cache and a remote store. Each child ends, in its way, after its parent has
-# stored more; the last one outlives all of them. Prints what became of the children and of the stores.
+# A process with an engine, a tensor cache and a remote store forks. Each child ends in its own way after its parent has
+# stored more; the last child outlives all others. The program prints the results of the children and the stores.
 FORKS = """
 import contextlib, os, sys
 from pathlib import Path
@@ -254,6 +255,6 @@ os.waitpid(children[3][0], 0)
 
 
 def test_a_fork_ends_nothing_of_its_parents(tmp_path: Path) -> None:
-    """A child that exits, closes what it inherited, or uses it, takes nothing from its parent and is refused by name;
-    one that lives on does not keep the store locked."""
+    """A child that exits, or closes or uses inherited objects, changes nothing of its parent; the uses by the child are
+    refused by name. A child that continues to run does not keep the store locked."""
     assert output(FORKS, tmp_path).splitlines() == ["[0, 0, 0]", "300 None"]

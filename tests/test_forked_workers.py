@@ -1,4 +1,4 @@
-"""The verdict of a run in forked workers is that of its tests."""
+"""A run in forked workers has the result of its tests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
     """A failure is reported with its output, `-x` ends the run early, and a test that kills its worker is named.
-    Fixtures of the session that two files use are made once."""
+    Session fixtures that two files use are created once."""
     (tmp_path / "pytest.ini").touch()
     below = tmp_path / "below"
     below.mkdir()

@@ -1,7 +1,7 @@
-"""The architecture's rules, held by walking the syntax trees of the package as it installs.
+"""The rules of the architecture, checked on the syntax trees of the package as it is installed.
 
-`check_source` takes one module's name and text and lists what it breaks; the second half of this file feeds it bad
-sources, so that a rule that stopped working is noticed.
+`check_source` takes the name and text of one module and lists the broken rules. The second half of this file calls it
+with bad sources, so that a rule that no longer works is noticed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TREES = {"hicache": "hicache", "kernels": "hicache.kernels", "storage": "hicache.storage"}
 
-# From the top down. A unit may import itself and every unit of a lower level.
+# Units from the top level down. A unit may import itself and every unit of a lower level.
 LEVELS = (
     ("bench",),
     ("cli", "__main__", "doctor", "serving", "planning", "store_command", "integrations", "monitoring"),
@@ -29,10 +29,10 @@ LEVELS = (
     ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}
-# Levels whose units may import one another too; the six tiers, kernels and storage stand apart.
+# Levels whose units may also import one another. The six tiers, kernels and storage may not import one another.
 SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 
-# Within flow/, from the top down: a movement imports those of lower levels.
+# Movements within flow/, from the top level down. A movement imports those of lower levels.
 FLOW_LEVELS = (
     ("upkeep", "validation", "stop"),
     ("admit", "commit"),
@@ -59,7 +59,7 @@ Import = ast.Import | ast.ImportFrom
 
 
 def check_source(module: str, source: str, is_package: bool = False) -> list[str]:
-    """Every broken rule of one module, as `module:line: what`."""
+    """Every broken rule of one module, as `module:line: rule`."""
     nodes = list(ast.walk(ast.parse(source)))
     imports = [node for node in nodes if isinstance(node, Import) and any(map(_first_party, _targets(node)))]
     found = [(1, what) for what in _names(module, nodes, is_package)]
@@ -74,12 +74,12 @@ def check_source(module: str, source: str, is_package: bool = False) -> list[str
 
 
 def _unit(name: str) -> str:
-    """`hicache.pages.tree` -> `pages`; the front door `hicache` itself -> ``."""
+    """`hicache.pages.tree` -> `pages`; the top module `hicache` itself -> ``."""
     return name.split(".")[1] if "." in name else ""
 
 
 def _movement(name: str) -> str:
-    """`hicache.flow.admit` -> `admit`; others -> ``."""
+    """`hicache.flow.admit` -> `admit`; modules outside of flow/ -> ``."""
     parts = name.split(".")
     return parts[2] if parts[:2] == ["hicache", "flow"] and len(parts) > 2 else ""
 
@@ -102,8 +102,8 @@ def _first_party(name: str) -> bool:
 
 
 def _names(module: str, nodes: list[ast.AST], is_package: bool) -> Iterator[str]:
-    """Ranks of the module. `import_module` and `__import__` load optional third parties: no first party is
-    named for them. The command line loads its commands by name: it is the top, and nothing can import it in a circle.
+    """Check the levels of imports. `import_module` and `__import__` may only load optional third-party packages. The
+    command line loads its commands by name; the command line is the top level, so that no circle is possible.
     """
     if _unit(module) and _unit(module) not in RANKS:
         yield f"{_unit(module)} has no rank; give it one in LEVELS"
@@ -118,7 +118,8 @@ def _names(module: str, nodes: list[ast.AST], is_package: bool) -> Iterator[str]
 
 
 def _import(module: str, target: str) -> Iterator[str]:
-    """Ranks, torch in storage, Triton outside kernels, the environment outside config, pickles."""
+    """Check one import: levels, torch in storage, Triton outside kernels, the environment outside config, and
+    pickles."""
     own, (top, *rest) = _unit(module), target.split(".")
     other = rest[0] if rest else ""
     if top in ("torch", "torchvision") and own == "storage":
@@ -142,7 +143,7 @@ def _import(module: str, target: str) -> Iterator[str]:
 
 
 def _flow(module: str, target: str, is_package: bool) -> Iterator[str]:
-    """A movement imports those below it alone."""
+    """Check that a movement only imports movements of lower levels."""
     own, other = _movement(module), _movement(target)
     if own != other and not is_package and FLOW_RANKS.get(other, 0) >= FLOW_RANKS.get(own, 99):
         yield f"{own} imports {other}, which is not below it"
@@ -175,12 +176,12 @@ def _is_broad(kind: ast.expr | None) -> bool:
 
 
 def _has_effect(body: list[ast.stmt]) -> bool:
-    """Whether a handler raises, logs, counts, or hands the error on to a future."""
+    """Whether a handler raises, logs, counts, or sets the error of a future."""
     pending: list[ast.AST] = list(body)
     while pending:
         node = pending.pop()
         if isinstance(node, (*Function.__args__, ast.Lambda, ast.ClassDef)):
-            continue  # what is only defined here does not happen here
+            continue  # a nested definition does not run here
         counts = isinstance(node, ast.AugAssign) and isinstance(node.target, (ast.Attribute, ast.Subscript))
         calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in EFFECTS
         if isinstance(node, ast.Raise) or counts or calls:
@@ -190,7 +191,7 @@ def _has_effect(body: list[ast.stmt]) -> bool:
 
 
 def _function(module: str, function: Function, imports: list[Import]) -> Iterator[tuple[int, str]]:
-    """Imports, which only the front door may do late."""
+    """Check for imports inside of functions, which only the module `hicache` may have."""
     for node in imports if _unit(module) else ():
         if function.lineno <= node.lineno <= (function.end_lineno or function.lineno):
             yield node.lineno, "first-party import inside a function"
@@ -217,7 +218,8 @@ def test_the_package_keeps_its_rules() -> None:
 
 
 def test_the_page_of_architecture_draws_the_levels() -> None:
-    """Its pictures of the packages and of flow/ have these levels, with a bar between packages that stand apart."""
+    """The pictures of the packages and of flow/ on the page have these levels, with a bar between packages that may not
+    import one another."""
     page = (ROOT / "docs/architecture.md").read_text()
     packages = page.partition("## The packages")[2].partition("\n## ")[0]
     drawn = re.findall(r"^    \| (\w.*?) +\|  ", packages, re.MULTILINE)
@@ -231,7 +233,7 @@ def test_the_page_of_architecture_draws_the_levels() -> None:
 
 
 def test_benchmarks_import_the_package_as_it_installs() -> None:
-    """The modules of bench name one another, kernels and storage below `hicache`."""
+    """The modules of bench import one another, kernels and storage by their names below `hicache`."""
     sources = [path.read_text() for path in (ROOT / "bench").rglob("*.py")]
     targets = {target for source in sources for node in ast.walk(ast.parse(source)) for target in _targets(node)}
     assert targets
@@ -242,7 +244,7 @@ def _handler(kinds: str, body: str) -> str:
     return f"try:\n    f()\nexcept{kinds}:\n    {body}"
 
 
-# (module, source, what is found), by rule.
+# By rule: (module, source, expected text).
 BAD = [
     ("pages.tree", "import hicache.engine", "pages imports engine, which stands above it"),
     ("pages.table", "from hicache.alloc.paged import Paged", "pages imports alloc, which stands beside it"),
@@ -274,7 +276,7 @@ BAD = [
 
 
 def test_each_rule_finds_what_breaks_it() -> None:
-    """A source that breaks one rule is reported, with that rule's words."""
+    """A source that breaks one rule is reported with the text of that rule."""
     for module, source, expected in BAD:
         found = check_source(f"hicache.{module}", source)
         assert any(expected in what for what in found), (module, source, found)

@@ -1,4 +1,5 @@
-"""The logs of servers: lines of JSON, or of text on a terminal, from every logger. The process waits for no reader."""
+"""The logs of servers: lines of JSON, or of text on a terminal, from every logger. The process never waits for a
+reader."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flush and a close wait until all is written, however busy the machine is."""
+    """Let a flush and a close wait until all lines are written, however busy the machine is."""
     monkeypatch.setattr("hicache.process.logs._FLUSH_TIMEOUT_S", BOUND_S)
 
 
@@ -40,7 +41,7 @@ def record(text: str, *arguments: object) -> logging.LogRecord:
 
 @pytest.mark.usefixtures("patient")
 def test_an_unread_log_blocks_no_thread(pipe: tuple[int, int]) -> None:
-    """Lines are dropped while no process reads them; the next read line has their number."""
+    """Lines are dropped while no process reads them. The next line that is read has the number of dropped lines."""
     reader, fd = pipe
     writer, num_lines, printed = LineWriter(fd, max_lines=8), 2000, bytearray()
     writer.setFormatter(JsonLines())
@@ -57,7 +58,7 @@ def test_an_unread_log_blocks_no_thread(pipe: tuple[int, int]) -> None:
 
 
 def test_the_end_waits_for_no_reader(pipe: tuple[int, int]) -> None:
-    """Nor does a forked process, or a reader that is gone, do any harm."""
+    """The end of a process does not wait for a reader. A forked process and a closed reader do no harm either."""
     writer = LineWriter(pipe[1], max_lines=4)
     child = os.fork()
     if not child:
@@ -72,7 +73,8 @@ def test_the_end_waits_for_no_reader(pipe: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_logged_lines_are_written_by_a_flush(pipe: tuple[int, int]) -> None:
-    """So a server's log says why before it says that it listens. Behind the end there is nothing to wait for."""
+    """A flush writes all logged lines, so the log of a server has its reasons before the line that it listens. After
+    the close a flush does nothing."""
     reader, fd = pipe
     os.set_blocking(reader, False)
     writer = LineWriter(fd)
@@ -86,8 +88,9 @@ def test_logged_lines_are_written_by_a_flush(pipe: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
-    """Libraries that have a handler of their own, warnings, threads that end, fields that are no JSON and messages that
-    do not fit their arguments; none quotes an exception. Behind it all is as before."""
+    """Every logged line is JSON: from libraries with their own handler, warnings, threads that raise, fields that are
+    no JSON, and messages that do not fit their arguments. No line quotes an exception. Afterwards the loggers are as
+    before."""
     other = logging.getLogger("other.library")
     other.propagate, own = False, logging.StreamHandler(sys.stderr)
     other.addHandler(own)
@@ -115,7 +118,7 @@ def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_a_terminal_gets_text() -> None:
-    """One line an event, with its fields and without what a terminal would obey."""
+    """A terminal gets one line of text for each event, with its fields and without control characters."""
     ours, theirs = os.openpty()
     stderr = os.dup(2)
     os.dup2(theirs, 2)

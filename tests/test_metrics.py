@@ -1,4 +1,4 @@
-"""Metrics: exact under threads, free when idle, and every name means one thing."""
+"""Metrics are exact with several threads, cost nothing when idle, and each name has one meaning."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_counts_of_several_threads_add_up_exactly() -> None:
 
 
 def test_names_come_sorted_and_described() -> None:
-    """A snapshot and the descriptions list the same names in the same, sorted order; those without a family are one of
-    their own."""
+    """A snapshot and the descriptions list the same names in the same, sorted order. A metric without a family is its
+    own family."""
     metrics = Metrics()
     metrics.counter("evict.host_tokens", "tokens evicted", "evict_tokens", tier="host").value += 5
     metrics.gauge("alloc.free_tokens", "free slots", lambda: 2.5)
@@ -55,8 +55,8 @@ def test_names_come_sorted_and_described() -> None:
 
 
 def test_the_metrics_of_an_engine_have_one_vocabulary(tmp_path: Path, device: str) -> None:
-    """With windows, states, packed pages and all tiers: counters count, ratios and rates are gauges, and the metrics of
-    a family have one type and the same labels, with other values."""
+    """The engine has windows, states, packed pages and all tiers. Counters only count, and ratios and rates are gauges.
+    The metrics of a family have one type and the same labels, with different values."""
     described: dict[str, MetricInfo] = {}
     for model in (WIDER["window"], WIDER["hybrid"]):
         disk = DiskConfig(path=tmp_path / str(model.window), budget_bytes=1 << 26)
@@ -79,7 +79,7 @@ def test_the_metrics_of_an_engine_have_one_vocabulary(tmp_path: Path, device: st
 
 
 def test_a_name_means_one_thing() -> None:
-    """A second meaning for a name, or a second kind, is refused and changes nothing."""
+    """A second meaning or kind for an existing name is refused and changes nothing."""
     metrics = Metrics()
     metrics.counter("disk.read_bytes", "bytes read").value += 1
     metrics.gauge("host.free_pages", "free pages", lambda: 4)
@@ -97,7 +97,8 @@ def test_a_name_means_one_thing() -> None:
 
 
 def test_a_histogram_puts_each_value_in_its_bucket() -> None:
-    """A bucket holds values up to its bound, the last one all others; threads add up, and a flat view has the sum."""
+    """A bucket holds values up to its bound, and the last bucket holds all larger values. Values of all threads add up,
+    and a flat view has the sum."""
     metrics, rng = Metrics(), random.Random(0)
     histograms = [metrics.histogram("disk.read_bytes", "bytes of a read") for _ in range(2)]
     values = [

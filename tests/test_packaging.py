@@ -1,4 +1,4 @@
-"""The wheel holds the package and works without the repository; the sdist holds what its tests need."""
+"""The wheel contains the package and works without the repository. The sdist contains all files that its tests need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hicache.releases import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = (".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
-DEVELOPERS = ("docs", "release", "test")  # extras
+DEVELOPERS = ("docs", "release", "test")  # extras for developers
 SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage", "bench": "hicache/bench"}
 INSTALLED = """
 import sys
@@ -36,7 +36,7 @@ sys.exit(main())
 
 
 class Built(NamedTuple):
-    """Roots of the unpacked distributions. `files`: the distributions."""
+    """The root folders of the unpacked distributions. `files`: the distributions."""
 
     sdist: Path
     wheel: Path
@@ -52,7 +52,7 @@ def python(cwd: Path, *arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Both, built by the project's own build backend from a copy of the tree, without a network."""
+    """The wheel and the sdist, built by the project's own build backend from a copy of the tree, without a network."""
     pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
     out = tmp_path_factory.mktemp("built")
     files = build(tmp_path_factory.mktemp("tree"), out)
@@ -72,15 +72,15 @@ def build(tree: Path, out: Path) -> list[Path]:
 
 @pytest.mark.skipif(not (Path(sys.prefix) / ".made-from").exists(), reason="the environment is not of .ci/setup")
 def test_a_program_outside_of_the_clone_imports_the_package(tmp_path: Path) -> None:
-    """A folder without `__init__.py`, as a clone named hicache is, does not stand for the package."""
+    """A folder without `__init__.py`, such as a clone named hicache, is not imported instead of the package."""
     (tmp_path / "hicache" / "hicache").mkdir(parents=True)
     (tmp_path / "mine.py").write_text("from hicache import EngineConfig\nimport hicache.kernels, hicache.storage\n")
     python(tmp_path, "mine.py")
 
 
 def test_an_installation_replaces_no_package_with_an_older_one() -> None:
-    """No requirement of users has an upper bound, and the lower bound of a package whose releases are tested is the
-    first of them."""
+    """No requirement of users has an upper bound. The lower bound of a package whose releases are tested is the first
+    tested release."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: given for name, given in project["optional-dependencies"].items() if name not in DEVELOPERS}
     requirements = [Requirement(text) for given in (project["dependencies"], *extras.values()) for text in given]
@@ -92,7 +92,7 @@ def test_an_installation_replaces_no_package_with_an_older_one() -> None:
 
 @pytest.mark.long
 def test_two_builds_give_equal_bytes(built: Built, tmp_path: Path) -> None:
-    """Of copies whose files have other times."""
+    """Two builds from copies whose files have different times give equal bytes."""
     (tmp_path / "tree").mkdir()
     again = build(tmp_path / "tree", tmp_path / "out")
     assert [path.name for path in again] == [path.name for path in built.files]
@@ -101,7 +101,7 @@ def test_two_builds_give_equal_bytes(built: Built, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_package_index_takes_the_distributions(built: Built) -> None:
-    """`twine check --strict` finds no fault, and no link of the description is relative."""
+    """`twine check --strict` finds no fault, and the description has no relative link."""
     pytest.importorskip("twine", reason="twine of the extra `release` is not installed")
     python(built.sdist, "-m", "twine", "check", "--strict", *built.files)
     description = (built.sdist / "PKG-INFO").read_text().partition("\n\n")[2]
@@ -111,7 +111,7 @@ def test_the_package_index_takes_the_distributions(built: Built) -> None:
 
 @pytest.mark.long
 def test_the_sdist_holds_what_its_tests_need(built: Built) -> None:
-    """Every file of the repository that git keeps is in it, and tests that read the tree pass from it."""
+    """The sdist contains every file that git tracks, and tests that read the tree pass in it."""
     kept = {
         path.relative_to(ROOT).as_posix()
         for folder in (*SOURCES, "tests", "docs", ".ci", ".github", "deploy")
@@ -127,7 +127,8 @@ def test_the_sdist_holds_what_its_tests_need(built: Built) -> None:
 
 @pytest.mark.long
 def test_the_wheel_holds_the_package_under_one_name(built: Built) -> None:
-    """Each source file and no result is below hicache/, nothing else at the top; licence, command and classifiers."""
+    """The wheel has each source file and no result below hicache/, and nothing else at the top level. The wheel has the
+    licence, the command and the classifiers."""
     names = {path.relative_to(built.wheel).as_posix() for path in built.wheel.rglob("*") if path.is_file()}
     modules = {
         f"{place}/{path.relative_to(ROOT / folder).as_posix()}"
@@ -150,7 +151,7 @@ def test_the_wheel_holds_the_package_under_one_name(built: Built) -> None:
 
 @pytest.mark.long
 def test_an_installed_wheel_has_the_benches(built: Built, tmp_path: Path) -> None:
-    """`hicache bench` of a wheel, away from the repository, lists and runs benches and compares what they wrote."""
+    """Away from the repository, `hicache bench` of a wheel lists and runs benches, and compares their results."""
 
     def hicache(*arguments: object) -> list[str]:
         return python(tmp_path, "-c", INSTALLED, built.wheel, *arguments).splitlines()

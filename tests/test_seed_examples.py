@@ -1,5 +1,5 @@
-"""The usage examples of the documents that this project started from, with their mistakes corrected, as a user runs
-them. Sizes are smaller on the CPU; each correction is named where it is made.
+"""The usage examples of the documents with which this project began, run as by a user, with their mistakes corrected.
+Sizes are smaller on the CPU. A comment names each correction.
 
 Examples that another file runs:
 
@@ -59,12 +59,14 @@ def mamba_params(layers: list[int]) -> Mamba2CacheParams:
 
 
 def test_hybrid_mamba_and_attention_model(device: str) -> None:
-    """Documents 0 and 3, hybrid model: one call takes rows and states; attention layers have their global ids."""
+    """Documents 0 and 3, hybrid model: one call allocates rows and states, and attention layers have their global
+    ids."""
     params = mamba_params([1, 3, 5])
     hybrid_req_pool = HybridReqToTokenPool(
         size=16, mamba_size=8, max_context_len=64, device=device, enable_memory_saver=False, cache_params=params
     )
-    # Corrected: the request table owns the state pool. Two, as in the example, would hand out the same states.
+    # Corrected: the request table owns the state pool. With two pools, as in the example, both would allocate the same
+    # states.
     hybrid_kv_pool = HybridLinearKVPool(
         size=128, dtype=torch.float16, page_size=1, head_num=HEADS, head_dim=DIM, full_attention_layer_ids=[0, 2, 4],
         enable_kvcache_transpose=False, device=device, mamba_pool=hybrid_req_pool.mamba_pool,
@@ -92,12 +94,12 @@ def test_hybrid_mamba_and_attention_model(device: str) -> None:
 
 
 def test_a_request_from_match_to_release() -> None:
-    """Document 1, the six steps of a request; document 0, "Radix cache"; document 2, the prefix used least recently is
+    """Document 1, the six steps of a request; document 0, "Radix cache"; document 2, the least recently used prefix is
     evicted first."""
     pool, allocator = ReqToTokenPool(4, 32, "cpu"), TokenToKVPoolAllocator(32, torch.float16, "cpu", None, True)
     cache = RadixCache(CacheInitParams(False, pool, allocator, page_size=1))
     for token_ids, cached in (([1, 2, 3, 4], 0), ([7, 8, 9], 0), ([1, 2, 3, 5], 3)):
-        # Corrected: a key names its namespace too; the result names slots; a match must be locked while it is used.
+        # Corrected: a key also names its namespace; the result names slots; a match must be locked while it is used.
         match = cache.match_prefix(MatchPrefixParams(RadixKey(token_ids)))
         prefix_len = len(match.device_indices)
         assert prefix_len == cached
@@ -108,7 +110,7 @@ def test_a_request_from_match_to_release() -> None:
         pool.set_token_loc(req_idx, 0, match.device_indices)
         pool.set_token_loc(req_idx, prefix_len, new_kv_indices)
         all_kv_indices = pool.req_to_token[req_idx, : len(token_ids)].long()
-        # Corrected: what was inserted is the tree's from now on, and is not freed with the request.
+        # Corrected: the tree owns the inserted slots from now on, so they are not freed with the request.
         assert cache.insert(InsertParams(RadixKey(token_ids), all_kv_indices)).prefix_len == prefix_len
         cache.dec_lock_ref(match.last_device_node)
         pool.free(req_idx)
@@ -119,7 +121,7 @@ def test_a_request_from_match_to_release() -> None:
 
 
 def test_names_of_kernels_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents 0 and 3: kernels have SGLang's names, and its variable names the allocator of GPU memory."""
+    """Documents 0 and 3: kernels have SGLang's names, and SGLang's variable chooses the allocator of GPU memory."""
     assert set(kernels.__all__) == {
         "alloc_extend_kernel", "alloc_decode_kernel", "set_mla_kv_buffer_kernel", "get_mla_kv_buffer_kernel",
         "write_req_to_token_pool_triton", "get_last_loc_triton",

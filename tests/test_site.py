@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,11 +22,12 @@ from mkdocs.config import load_config
 import hicache
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("index.html", "start.html")  # where a reader may begin
+PAGES = ("index.html", "start.html")  # pages where a reader may begin
 
 
 class _Page(HTMLParser):
-    """`links`: what the text of the page leads to; `loaded`: what a browser loads with it; `anchors`: places in it."""
+    """A parsed page. `links`: the links in its text; `loaded`: files that a browser loads with it; `anchors`: its
+    anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -51,8 +53,8 @@ class _Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site. Building is strict: a link or an anchor that leads nowhere, or a page that is not in the navigation,
-    ends it."""
+    """The built site. The build is strict: the build fails if a link or an anchor does not exist, or if a page is not
+    in the navigation."""
     folder = tmp_path_factory.mktemp("site")
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
     return folder
@@ -64,7 +66,7 @@ def pages(site: Path) -> dict[Path, _Page]:
 
 
 def _targets(page: Path, links: Iterable[str]) -> Iterator[tuple[Path, str]]:
-    """File and anchor of each link that stays in the site."""
+    """File and anchor of each link within the site."""
     for link in links:
         parts = urlsplit(link)
         if not parts.scheme and not parts.netloc:
@@ -73,7 +75,8 @@ def _targets(page: Path, links: Iterable[str]) -> Iterator[tuple[Path, str]]:
 
 @pytest.mark.parametrize("start", PAGES)
 def test_every_page_is_two_clicks_away(pages: dict[Path, _Page], site: Path, start: str) -> None:
-    """By links in the text of pages alone, without the navigation, which the pages in the repository do not have."""
+    """Every page can be reached by two links in the text of pages. The navigation does not count, because the pages in
+    the repository have none."""
     reached = {(site / start).resolve()}
     for _ in range(2):
         reached |= {target for page in reached & pages.keys() for target, _ in _targets(page, pages[page].links)}
@@ -81,7 +84,7 @@ def test_every_page_is_two_clicks_away(pages: dict[Path, _Page], site: Path, sta
 
 
 def test_every_link_in_the_text_of_a_page_leads_somewhere(pages: dict[Path, _Page]) -> None:
-    """Those in tables that hooks make, too: to a file, and to a place that this file has."""
+    """Every link in the text of a page, also in tables that hooks make, leads to a file and an anchor that exist."""
     broken = [
         (page.name, str(target), anchor)
         for page, parsed in pages.items()
@@ -92,7 +95,8 @@ def test_every_link_in_the_text_of_a_page_leads_somewhere(pages: dict[Path, _Pag
 
 
 def test_pages_load_nothing_from_elsewhere(pages: dict[Path, _Page]) -> None:
-    """Every script, style and picture is a file of the site, and each picture of the documentation is among them."""
+    """Every script, style and picture that a page loads is a file of the site, and every picture of the documentation
+    is loaded."""
     loaded = {page: [*_targets(page, parsed.loaded)] for page, parsed in pages.items()}
     assert all(len(loaded[page]) == len(parsed.loaded) for page, parsed in pages.items())
     assert all(target.exists() for targets in loaded.values() for target, _ in targets)
@@ -110,6 +114,14 @@ def hooks() -> ModuleType:
 
 
 def test_the_reference_has_every_public_name(hooks: ModuleType) -> None:
-    """The pages together name what `hicache` exports, once each."""
+    """The reference pages together name everything that `hicache` exports, once each."""
     named = [name.rsplit(".", 1)[1] for names in hooks._public_names().values() for name in names]
     assert sorted(named) == hicache.__all__
+
+
+def test_numbers_and_units_stay_on_one_line(hooks: ModuleType, site: Path) -> None:
+    """In text and tables, also across a line of the source. Code and attributes are not changed."""
+    html = '<p title="3 s">112.4\ns, 1 697 ms, 25 % of 64 GiB, 3 sessions</p><pre>3 s\n4 s</pre><code>5 s</code>'
+    kept = hooks.on_page_content(html, None, None, None).replace("\N{NO-BREAK SPACE}", "~")
+    assert kept == '<p title="3 s">112.4~s, 1~697~ms, 25~% of 64~GiB, 3 sessions</p><pre>3 s\n4 s</pre><code>5 s</code>'
+    assert re.search("[0-9]\N{NO-BREAK SPACE}s\\b", (site / "performance.html").read_text())

@@ -1,4 +1,4 @@
-"""The front door: every name of the public surface comes from `hicache`, whatever module it lives in."""
+"""The public interface: every public name can be imported from `hicache`, whichever module defines it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SURFACE = """
 
 
 def test_the_surface_is_at_the_front_door() -> None:
-    """Each name, and each error that public calls raise, is listed in `__all__` and documented."""
+    """Each public name, and each error that public calls raise, is in `__all__` and documented."""
     kinds = {
         name
         for module in (errors, base)
@@ -41,7 +41,7 @@ def test_the_surface_is_at_the_front_door() -> None:
     for name in {*SURFACE.split(), *kinds}:
         assert name in hicache.__all__, name
         item = getattr(hicache, name)
-        if inspect.isclass(item) or inspect.isfunction(item):  # a kernel is neither
+        if inspect.isclass(item) or inspect.isfunction(item):  # a kernel is neither class nor function
             assert item.__doc__, f"{name} has no docstring"
     assert hicache.DSATokenToKVPool is hicache.NSATokenToKVPool
     with pytest.raises(AttributeError):
@@ -93,9 +93,9 @@ assert "transformers" not in sys.modules
 
 
 def test_a_name_loads_what_it_needs(tmp_path: Path) -> None:
-    """`import hicache` loads nothing else; a public name loads its module, and neither a store nor Triton nor torch
-    where it has no use for them. Without Triton every name comes and the torch twins work; a launch names Triton. The
-    bench of transfers loads no transformers."""
+    """`import hicache` loads nothing else. A public name loads its module, and loads a store, Triton or torch only if
+    it needs one. Without Triton every name can be imported and the torch twins work; a launch raises an error that
+    names Triton. The bench of transfers does not load transformers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment

@@ -1,4 +1,5 @@
-"""The tensor cache over three tiers: tensors come back unchanged from any tier, and every tier keeps its limits."""
+"""The tensor cache over three tiers: tensors are unchanged when they return from any tier, and every tier keeps its
+limits."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def same(got: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_and_shape_comes_back(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Scalars, empty and transposed tensors, and tensors of many blocks come back bit for bit from all three tiers."""
+    """Scalars, empty and transposed tensors, and tensors of many blocks are the same bit for bit from all three
+    tiers."""
     shapes = [(), (0,), (3, 0, 2), (1,), (7, 5), (3, 1000, 3), (BLOCK - 256,), (BLOCK - 255,)]
     values = [tensor(*shape, dtype=dtype, seed=i % 2) for i, shape in enumerate(shapes)]
     values.append(tensor(40, 50, dtype=dtype).t())
@@ -93,9 +95,10 @@ def fail(*_: object, **__: object) -> None:
 def test_a_disk_that_takes_nothing_keeps_no_old_tensor(
     broken: Sequence[tuple[type, str]], at_close: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name whose new tensor the disk, full or failing, does not take has that one or none, never the old one: when
-    memory has lost it, when the disk works again, and after a restart, also where it was full until the end. All others
-    are there all the time, and a disk that works again takes tensors as before."""
+    """If the disk is full or fails, a name with a new tensor has the new tensor or none, never the old one. The old
+    tensor does not return when memory has evicted the new one, when the disk works again, and after a restart, also if
+    the disk was full until the end. All other tensors are there all the time, and a disk that works again stores
+    tensors as before."""
 
     def holds(name: str, seed: int) -> bool | None:
         found = cache.get(name)
@@ -144,7 +147,7 @@ def test_everything_is_found_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_every_tier_is_bounded(tmp_path: Path) -> None:
-    """Bytes of L1 and L2 and the file stay within their limits, while several times as much goes through."""
+    """L1, L2 and the file stay within their limits in bytes, while a multiple of these bytes is put."""
     limits = {"l1_bytes": 100_000, "l2_bytes": 64 * BLOCK, "disk_bytes": 1 << 20, "block_bytes": BLOCK}
     generator = torch.Generator().manual_seed(0)
     with HiCache(50, 50, tmp_path, **limits) as cache:
@@ -157,7 +160,8 @@ def test_every_tier_is_bounded(tmp_path: Path) -> None:
 
 
 def test_tensors_too_large_for_a_tier(tmp_path: Path) -> None:
-    """A tensor above L2's size goes to disk past it; above L1's bytes it stays alone in L1; without a disk it goes."""
+    """A tensor that is larger than L2 goes directly to disk. A tensor that is larger than L1 stays alone in L1. Without
+    a disk it is dropped."""
     large = tensor(100 * BLOCK, dtype=torch.uint8)
     with HiCache(2, 2, tmp_path, l1_bytes=BLOCK, **SMALL) as cache:
         cache.put("large", large)
@@ -208,7 +212,7 @@ def test_invalid_headers_are_refused() -> None:
 
 
 def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invalid sizes raise with the setting, and unsupported tensors; `check` finds lost blocks."""
+    """Invalid sizes raise an error with the setting, and so do unsupported tensors. `check` finds lost blocks."""
     for wrong in ({"l1_max": 0}, {"l2_max": -1}, {"block_bytes": 100}, {"l2_bytes": BLOCK}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             HiCache(**{"l1_max": 1, "l2_max": 1, "path": tmp_path, **SMALL, **wrong})
@@ -226,7 +230,7 @@ def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 3 * BLOCK)), max_size=30))
 def test_equals_a_dict(steps: list[tuple[bool, int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With enough disk, any puts and gets answer as a dict does, and so do the gets after a restart."""
+    """With enough disk, any puts and gets answer as a dict does, also after a restart."""
     expected: dict[str, torch.Tensor] = {}
     folder = tmp_path_factory.mktemp("cache")
 

@@ -1,11 +1,12 @@
-"""A real server with a model of random weights under a workload: no cache below the GPU, the server's own, and ours.
+"""Measures a real server with a model of random weights under a workload. Modes are no cache below the GPU, the
+server's own tiers, and hicache.
 
     hicache bench run servers --modes none,cpu,lazy,hicache --cpu-gib 64 --samples 3 --resume servers.json
 
-Each run has its own process, folder and empty caches. The result file has the runs, and is written after each of them;
-`hicache.bench.servers.cases` computes the cases from all runs. With `--resume` a command makes only the runs that the
-file lacks. Modes are not interleaved within a run, because the start of a server takes as long as its requests. Samples
-of different modes alternate.
+Each run has a separate process and folder, and begins with empty caches. The result file has all runs, and is written
+after each run. `hicache.bench.servers.cases` computes the cases from all runs. With `--resume` a command makes only the
+runs that the file lacks. A run has one mode, because starting a server takes as long as its requests. Runs of different
+modes alternate.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ DESCRIPTION = "a real server (vLLM, SGLang): no offloading, its own CPU and disk
 
 _SERVERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
 _START_S = 300.0
-_SPARE_TOKENS = 256  # of a request, in addition to its prompt and answer
+_SPARE_TOKENS = 256  # tokens that a request may have in addition to its prompt and answer
 _PAGE_TOKENS = 64
-_EXCESS = 2.5  # distinct tokens under SGLang, over its cache on the device
+_EXCESS = 2.5  # ratio of distinct tokens to the size of SGLang's cache on the device
 _SEED = 23
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Default sizes. `gpu_tokens`: None for a share of the distinct tokens."""
+    """Default sizes. `gpu_tokens`: None means a fixed share of the workload's distinct tokens."""
 
     sessions: int = 40
     turns: int = 8
@@ -76,23 +77,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     order = "A B B A A B, or A B A B A B (default: balanced)"
     add("--order", choices=("balanced", "rounds"), default="balanced", help=order)
     add("--gpus", type=lambda text: text.split(","), default=["0"], metavar="N,N", help="a server on each (default: 0)")
-    add("--clients", type=_integers, metavar="N,N", help="a run for each number (default: 16; SGLang: 4)")
-    cpu_gib = "of the CPU tier, a run for each (default: 64; with a disk: 16; SGLang: as on the device)"
+    add("--clients", type=_integers, metavar="N,N", help="numbers of clients, a run for each (default: 16; SGLang: 4)")
+    cpu_gib = "sizes of the CPU tier, a run for each (default: 64; with a disk: 16; SGLang: as on the device)"
     add("--cpu-gib", type=lambda text: [float(part) for part in text.split(",")], metavar="N,N", help=cpu_gib)
-    gpu_tokens = "of the GPU's cache, 0: all that fit (default: 0; with a disk: 180000; SGLang: distinct tokens / 2.5)"
+    gpu_tokens = "tokens of the GPU's cache; 0: all (default: 0; with a disk: 180000; SGLang: distinct tokens / 2.5)"
     add("--gpu-tokens", type=int, help=gpu_tokens)
-    add("--sessions", type=int, help="of agents (default: 40; with a disk, and SGLang: 12)")
-    add("--turns", type=int, help="of a session (default: 8; SGLang: 6)")
-    add("--growth", type=int, help="mean of the new tokens of a turn (default: 6000; SGLang: 4000)")
-    add("--seed", type=int, default=_SEED, help=f"of the generator (default: {_SEED})")
-    add("--trace", type=Path, metavar="PATH", help="of the workload conversation (default: generated prompts)")
-    add("--requests", type=int, help="of the workload conversation (default: 120)")
-    add("--longest", type=int, help="tokens of a prompt (default: 64000, conversation: 60000)")
+    add("--sessions", type=int, help="sessions of agents (default: 40; with a disk, and SGLang: 12)")
+    add("--turns", type=int, help="turns of a session (default: 8; SGLang: 6)")
+    add("--growth", type=int, help="mean new tokens of a turn (default: 6000; SGLang: 4000)")
+    add("--seed", type=int, default=_SEED, help=f"seed of the workload (default: {_SEED})")
+    add("--trace", type=Path, metavar="PATH", help="trace for the workload conversation (default: generated prompts)")
+    add("--requests", type=int, help="requests of the workload conversation (default: 120)")
+    add("--longest", type=int, help="maximum tokens of a prompt (default: 64000, conversation: 60000)")
     add("--answer-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
-    add("--blocks-per-chunk", type=int, default=4, help="of the GPU's cache in a chunk of the CPU tier (default: 4)")
+    add("--blocks-per-chunk", type=int, default=4, help="GPU blocks in a chunk of the CPU tier (default: 4)")
     add("--model", default="", help="name or folder (default: random weights, 8B geometry)")
-    add("--layers", type=int, help="of the model of random weights (default: 32; SGLang: 8)")
-    add("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
+    add("--layers", type=int, help="layers of the model of random weights (default: 32; SGLang: 8)")
+    add("--folder", type=Path, help="folder on the disk to measure (default: a temporary folder)")
     add("--limit-s", type=float, default=400.0, help="seconds after which a run is stopped and lost (default: 400)")
     add("--small", action="store_true", help="a tiny model and short prompts; always so on CPUs")
 
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 @dataclass
 class _Served:
-    """Makes runs, one at a time on each GPU. Their files are in `folder`."""
+    """Makes runs, one at a time on each GPU. `folder`: folder for the files of all runs."""
 
     server: ModuleType
     args: argparse.Namespace
@@ -129,14 +130,15 @@ class _Served:
     folder: Path
     runs: list[Run] = field(init=False)
     _workloads: dict[Setting, tuple[Workload, str]] = field(default_factory=dict)
-    _described: dict[Workload, tuple[int, str]] = field(default_factory=dict)  # distinct tokens, and a description
+    _described: dict[Workload, tuple[int, str]] = field(default_factory=dict)  # distinct tokens, description
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.runs = [Run.from_json(values) for values in self.report.runs]
 
     def settings(self, mode: str) -> list[Setting]:
-        """The settings of a mode: one for each size of the CPU tier, if it has one, and each number of clients."""
+        """Return the settings of a mode, one for each number of clients and, if the mode has a CPU tier, each size of
+        it."""
         has_disk, is_sglang = mode in self.server.DISK_MODES, self.args.server == "sglang"
         usual = _SMALL if self.args.small else _SGLANG if is_sglang else _DISK if has_disk else _MEMORY
         self.args.layers = usual.layers if self.args.layers is None else self.args.layers
@@ -164,7 +166,8 @@ class _Served:
         return found
 
     def serve(self, settings: list[Setting]) -> None:
-        """Make the runs. Each GPU takes the next one. The result file is written after each run."""
+        """Make one run for each of `settings`. A GPU that becomes free gets the next run. The result file is written
+        after each run."""
         left: queue.SimpleQueue[tuple[int, Setting]] = queue.SimpleQueue()
         for numbered in enumerate(settings):
             left.put(numbered)
@@ -183,7 +186,7 @@ class _Served:
     def _serve_next(self, setting: Setting, name: str, gpu: str) -> None:
         try:
             made = self._serve(setting, name, gpu)
-        except BenchUnavailable as error:  # continue with the other runs
+        except BenchUnavailable as error:  # continue with the next run
             print(f"{setting.mode}: {error}", flush=True)
             return
         with self._lock:
@@ -195,14 +198,14 @@ class _Served:
             print(f"{shown}, {made.makespan_s:.1f} s, {made.cached_text} cached, {made.first_text}", flush=True)
 
     def _serve(self, setting: Setting, name: str, gpu: str) -> Run:
-        """Make a run. BenchUnavailable if the server does not answer all prompts within the limit."""
+        """Make a run. Raises BenchUnavailable if the server does not answer all prompts within `--limit-s`."""
         workload, prompts = self._workloads[setting]
         files = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
         environment = {**self.server.ENVIRONMENT, "TRITON_CACHE_DIR": str(self.folder / "triton")}
         environment |= {} if self.args.device.type == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
         environment |= {} if self.args.model else {"HF_HUB_OFFLINE": "1"}
         with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, files, ignore_errors=True)  # the disk may have no capacity for all modes
+            stack.callback(shutil.rmtree, files, ignore_errors=True)  # saves disk space for the next runs
             stack.callback(self.server.clean_up, files)
             lmcache = {}
             if setting.mode == "lmcache":
@@ -222,7 +225,8 @@ class _Served:
         return Run.of(setting, served, prompts=prompts, date=date, num_gpus=len(self.args.gpus))
 
     def _workload(self, usual: _Sizes, *, defaults: bool = False) -> Workload:
-        """The workload of the arguments, or the one without arguments, for names of cases."""
+        """Return the workload that the arguments give. `defaults`: return the workload without arguments instead, with
+        which names of cases are compared."""
 
         def size(name: str, of: int) -> int:
             given = getattr(self.args, name)
@@ -242,5 +246,5 @@ class _Served:
 
 
 def _device_gib(gpu_tokens: int, layers: int) -> float:
-    """GiB of a cache of `gpu_tokens` on the device, and a tenth more: 8 heads of keys and values of 128 elements."""
+    """Return the GiB of keys and values of `gpu_tokens` tokens, plus a tenth, for 8 heads of 128 elements."""
     return 1.1 * gpu_tokens * layers * 2 * 8 * 128 * 2 / (1 << 30)

@@ -1,10 +1,11 @@
-"""The cases of a result file: numbers of each setting, and comparisons of modes under the same sizes.
+"""Computes the cases of a result file: numbers for each setting, and comparisons of modes with equal sizes.
 
     servers.<server>.<workload>.<mode>[.<GiB>][.<variant>].makespan, .first, .p99, .cached, .start, .moved, .declined
     servers.<server>.<workload>.<comparison>[.<GiB>][.<variant>]
 
-A value is the median of the runs of a setting, and its ratio is over the median of the other mode's runs. A variant
-names the sizes that are not the defaults: c8 (clients), tmpfs (files), 12x8x6000 (sessions, turns, growth), gpu81920.
+The value of a case is the median over the runs of a setting. The ratio of a comparison is this value over the median of
+the other mode. A variant names the sizes that are not the defaults: c8 (clients), tmpfs (files), 12x8x6000 (sessions,
+turns, growth), gpu81920.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _Values = Callable[[Run], float]
 
 @dataclass(frozen=True)
 class _Row:
-    """A comparison of `mode` with the best of `others`, by medians. `targets`: by GiB; {0: x} for all sizes and without
-    a size in the name. `needs_all`: no row unless all `others` were measured."""
+    """A comparison of the medians of `mode` and of the best of `others`. `targets`: targets by GiB of the CPU tier; {0:
+    x} applies to all sizes, and the case's name then has no size. `needs_all`: compare only if all `others` were
+    measured."""
 
     name: str
     mode: str
@@ -56,11 +58,11 @@ _ROWS: dict[tuple[str, str], tuple[_Row, ...]] = {
     ),
 }
 _SHARE_TARGETS = {32.0: 0.73, 64.0: 0.80}
-_CONTROL = "cpu"  # the mode that is compared with itself
+_CONTROL = "cpu"  # mode whose runs are compared with each other, to measure noise
 
 
 def add_cases(report: Report, runs: Sequence[Run], *, small: bool) -> None:
-    """Add all cases of the runs. Without targets if the model is `small`."""
+    """Add all cases of the runs. `small`: the model is tiny, so the cases have no targets."""
     samples: dict[Setting, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.setting.cpu_gib):
         samples.setdefault(run.setting, []).append(run)
@@ -114,7 +116,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _add_control(report: Report, name: str, runs: Sequence[Run]) -> None:
-    """Add the slowest run of a mode over its fastest. Smaller differences between modes are noise."""
+    """Add a case with the slowest run of a mode over its fastest run. Smaller differences between modes are noise."""
     ordered = sorted(runs, key=lambda run: run.makespan_s)
     differing = ordered[-1].differing_share(ordered[0])
     note = f"the same mode twice; {differing:.3f} of the answers differ"
@@ -152,6 +154,6 @@ def _add_row(
 
 
 def _outer(setting: Setting, of: Setting) -> tuple[object, ...]:
-    """Return the sizes of `setting` that must equal those of `of`, so that both can be compared."""
+    """Return the sizes in `setting` that must equal the sizes in `of`, so that both settings can be compared."""
     shared = (setting.server, setting.workload, setting.sizes, setting.clients, setting.gpu_tokens)
     return *shared, setting.files or of.files

@@ -1,6 +1,8 @@
-"""Clients of a server that send the prompts of sessions, each client its next prompt when the previous one is answered.
+"""Clients of a server that send the prompts of sessions. A client sends its next prompt when its previous prompt is
+answered.
 
-The module knows no server: the caller passes a function that sends a prompt. Times are seconds of the client's clock.
+The module does not depend on a server, because the caller passes a function that sends a prompt. Times are in seconds
+of the client's clock.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from hicache.bench.sessions import TurnQueue
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to prompt `number`. `first_s`, `total_s`: seconds from sending to the first and to the last token."""
+    """The answer to prompt `number`. `first_s`, `total_s`: seconds from sending the prompt to the first token, and to
+    the last token."""
 
     number: int
     first_s: float
     total_s: float
     prompt_tokens: int
-    cached: int  # tokens of the prompt that were not computed, by the server's count
+    cached: int  # prompt tokens that the server reports as cached
     tokens: list[int]
 
 
@@ -33,11 +36,11 @@ Client = Callable[[int], Awaitable[Answer]]
 async def send(
     ask: Client, requests: Sequence[Request], num_clients: int, limit_s: float
 ) -> tuple[float, list[Answer]]:
-    """Send all prompts until all are answered or `limit_s` has passed. Each client sends one prompt at a time. `ask`
-    sends the prompt whose number it gets. Returns the seconds, and the answers."""
+    """Send all prompts until all are answered or `limit_s` has passed. Each client sends one prompt at a time. `ask`:
+    sends the prompt with the given number. Returns the total seconds, and the answers."""
     answers: list[Answer] = []
     begin_s, left = time.perf_counter(), TurnQueue(requests)
-    with contextlib.suppress(TimeoutError):  # a request's own TimeoutError is raised in an ExceptionGroup
+    with contextlib.suppress(TimeoutError):  # of the limit; requests raise theirs in an ExceptionGroup
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(_client(ask, left, answers))

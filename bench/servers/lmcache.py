@@ -1,4 +1,4 @@
-"""LMCache's server for vLLM's `LMCacheMPConnector`, in a process of its own."""
+"""Runs LMCache's server for vLLM's `LMCacheMPConnector` in a separate process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 from hicache.bench.common import BenchUnavailable
 from hicache.bench.remote_servers import end, free_port, started
 
-_SLOW = "torch baseline"  # in its log if its compiled kernels are missing and Python loops make the copies
+_SLOW = "torch baseline"  # in LMCache's log if it copies in Python, without compiled kernels
 _PROGRAM = "from lmcache.cli.main import main; main()"
 _CHUNK_TOKENS = 256
-_FULL = 0.97  # share of its memory at which it evicts (its default: 0.8), so that all systems use the same memory
+_FULL = 0.97  # share of its memory at which LMCache evicts (by default 0.8), so that all systems use as much memory
 
 
 @contextlib.contextmanager
 def lmcache_server(cpu_gib: float, environment: Mapping[str, str], log: Path) -> Iterator[dict[str, Any]]:
-    """Within the block LMCache's server runs; yields the settings of vLLM's connector. BenchUnavailable if the server
-    is not installed, does not start, or copies without its compiled kernels."""
+    """Run LMCache's server within the block. Yields the settings of vLLM's connector. Raises BenchUnavailable if the
+    server is not installed, does not start, or copies without its compiled kernels."""
     if importlib.util.find_spec("lmcache") is None:
         raise BenchUnavailable("LMCache is not installed: docs/benchmarks.md says how to compile it")
     port, http_port = free_port(), free_port()
@@ -68,7 +68,7 @@ def lmcache_server(cpu_gib: float, environment: Mapping[str, str], log: Path) ->
 def _answers(url: str) -> bool:
     try:
         urllib.request.urlopen(url, timeout=5).close()
-    except urllib.error.HTTPError:  # an answer too
+    except urllib.error.HTTPError:  # an error status is an answer
         return True
     except OSError:
         return False

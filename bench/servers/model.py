@@ -1,4 +1,4 @@
-"""The model of random weights that a server generates; its only file is the configuration."""
+"""The model of random weights. Its only file is the configuration, because the server generates the weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_
 _TINY = """{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}"""
 
-_LOG_DECAY = -6.0  # log decay of linear attention, so that its states depend on hundreds of tokens
+_LOG_DECAY = -6.0  # log decay of linear attention, with which states depend on hundreds of tokens
 
 
 def write_config(folder: Path, small: bool, num_layers: int = 0) -> Path:
-    """Write the configuration of the model; returns its folder, in `folder`. `num_layers`: 0 for the usual number."""
+    """Write the configuration of the model to a new folder in `folder`, and return the new folder. `num_layers`: number
+    of layers; 0 means the default."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     config = json.loads(_8B) | (json.loads(_TINY) if small else {})
@@ -29,8 +30,9 @@ def write_config(folder: Path, small: bool, num_layers: int = 0) -> Path:
 
 
 def fill_with_normals(model: torch.nn.Module) -> None:
-    """Fill the weights with random numbers, equal in each process. With the `dummy` weights of servers, which are too
-    small, no token depends on keys and values, and these compress to a third. With these weights attention matters."""
+    """Fill the weights with normal random numbers, which are equal in each process. The `dummy` weights of servers are
+    too small: with them, no token depends on keys and values, and keys and values compress to a third. With normal
+    random numbers, tokens depend on attention."""
     with torch.no_grad():
         for number, (name, weight) in enumerate(model.named_parameters()):
             if weight.dim() == 1:

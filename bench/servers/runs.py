@@ -1,4 +1,4 @@
-"""The runs of servers, as they are kept in a result file, and the order in which the missing ones are made."""
+"""The runs of servers, as a result file stores them, and the order in which missing runs are made."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from hicache.bench.common import percentile
 
-GATE = "gate."  # before the decisions of our gate, among the counters of a server
+GATE = "gate."  # prefix of the decisions of hicache's load gate in a server's counters
 
 
 @dataclass(frozen=True)
 class Setting:
     """The mode, workload and sizes of a run. Runs of equal settings are samples of the same cases.
 
-    `cpu_gib`: 0 without a CPU tier. `gpu_tokens`: capacity of the GPU's cache; 0: all free GPU memory. `files`: type
-    of the file system of a disk mode, or "". `variant`: the sizes that differ from the defaults, for names of cases; ""
-    for none.
+    `cpu_gib`: 0 without a CPU tier. `gpu_tokens`: capacity of the GPU's cache; 0: all free GPU memory. `files`: type of
+    the file system of a disk mode, or "". `variant`: the sizes that differ from the defaults, as text for names of
+    cases; "" if none differs.
     """
 
     server: str
@@ -37,10 +37,10 @@ class Setting:
 class Run:
     """The outcome of one process of a server.
 
-    `first_ms`: milliseconds to the first token: mean, p50, p90, p99. `cached`: share of the prompts' tokens by the tier
-    that had them, and `all`. `moved_gb`: GB moved, by the server's metrics; empty if the server does not count bytes.
-    `gate`: loads of our disk by decision. `answers`: a digest of four digits for each answer, in order of the prompts.
-    `num_gpus`: number of GPUs that served at the same time.
+    `first_ms`: milliseconds to the first token: mean, p50, p90, p99. `cached`: share of the prompts' tokens that each
+    tier had; `all` is the total share. `moved_gb`: GB moved, by the server's metrics; empty if the server does not
+    count bytes. `gate`: number of loads from hicache's disk tier, by decision of the load gate. `answers`: a digest of
+    four digits for each answer, in order of the prompts. `num_gpus`: number of GPUs that served at the same time.
     """
 
     setting: Setting
@@ -62,7 +62,8 @@ class Run:
 
     @classmethod
     def of(cls, setting: Setting, served: Mapping[str, Any], **about: Any) -> Run:
-        """The run of an outcome of `serve`, in which all prompts are answered. `about`: the other fields."""
+        """Build a run from an outcome of `serve` in which all prompts were answered. `about`: the fields that are not
+        in the outcome."""
         answers = sorted(served["answers"], key=lambda answer: int(answer["number"]))
         counters = dict(served["counters"])
         external = counters.pop("external_tokens", None)
@@ -94,14 +95,14 @@ class Run:
         return ", ".join(f"{name} {ms:.0f}" for name, ms in self.first_ms.items()) + " ms"
 
     def differing_share(self, other: Run) -> float:
-        """The share of the prompts that both runs answered with different tokens."""
+        """Return the share of prompts to which both runs gave different answers."""
         pairs = list(zip(self.answers.split(), other.answers.split(), strict=True))
         return sum(mine != theirs for mine, theirs in pairs) / len(pairs)
 
 
 def _by_tier(cached: float, external: float, moved: Mapping[str, float]) -> dict[str, float]:
-    """Cached tokens by tier. The disk's are estimated from its bytes: those that vLLM loads to the GPU are of
-    `external` tokens."""
+    """Return the cached tokens by tier. The tokens of the disk are estimated from the bytes that it read, because the
+    bytes that vLLM loaded to the GPU belong to `external` tokens."""
     loaded, read = moved.get("load", 0.0), moved.get("tiering_read", 0.0)
     disk = min(1.0, read / loaded) * external if loaded else 0.0
     return {"gpu": cached - external, "cpu": external - disk, "disk": disk}
@@ -112,14 +113,14 @@ def _digest(tokens: Sequence[int]) -> str:
 
 
 def plan(settings: Sequence[Setting], samples: int, order: str) -> list[Setting]:
-    """The settings of all runs, in order: `balanced` for A B B A A B, so that a drift of the machine affects all modes
-    alike; `rounds` for A B A B A B."""
+    """Return the settings of all runs in order. `order`: "balanced" means A B B A A B, so that a drift of the machine
+    affects all modes equally; "rounds" means A B A B A B."""
     rounds = (settings[::-1] if order == "balanced" and number % 2 else settings for number in range(samples))
     return [setting for one in rounds for setting in one]
 
 
 def missing_runs(planned: Sequence[Setting], runs: Sequence[Run]) -> list[Setting]:
-    """The planned runs without those that were made."""
+    """Return the settings of planned runs that were not made yet."""
     made = Counter(run.setting for run in runs)
     missing = []
     for setting in planned:

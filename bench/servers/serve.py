@@ -1,4 +1,4 @@
-"""The part that is the same in the programs of all servers: it sends the prompts of a task and writes the outcome."""
+"""The part that the programs of all servers share. It sends the prompts of a task and writes the outcome."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class AsyncServer(Protocol):
     start_s: float
 
     async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
-        """Serve a prompt; returns seconds to the first and last token, cached tokens, and the answer's tokens."""
+        """Serve a prompt. Returns the seconds to the first token, the seconds to the last token, the number of cached
+        tokens, and the tokens of the answer."""
         ...
 
     def counters(self) -> dict[str, float]:
-        """Numbers since the start, by name: bytes moved, tokens from lower tiers, decisions of our gate."""
+        """Return counters since the start, by name: bytes moved, tokens loaded from lower tiers, and decisions of
+        hicache's load gate."""
         ...
 
 
 async def serve(server: AsyncServer, given: Mapping[str, Any]) -> None:
-    """Serve the prompts of a task, and write the outcome into the task's result file. Two other prompts are served
-    first, to warm up."""
+    """Serve the prompts of a task, and write the outcome to the task's result file. To warm up, two other prompts are
+    served first."""
     requests = Workload(**given["workload"]).prompts()
     for number in range(2):
         prompt = [5 + number] * min(_WARM_TOKENS, given["workload"]["longest"])

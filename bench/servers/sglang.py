@@ -2,13 +2,13 @@
 
     none     without HiCache
     files    HiCache with SGLang's own file backend
-    hicache  HiCache with our backend; -always, -never: loads all pages found; none
+    hicache  HiCache with hicache's backend; hicache-always and hicache-never load all found pages, or none
 
-HiCache writes back: a page is stored when the device evicts it. All modes have equal CPU memory, because SGLang does
-not accept less than its cache on the device.
+HiCache uses write-back: it stores a page when the device evicts this page. All modes have equal CPU memory, because
+SGLang does not accept less CPU memory than its cache on the device.
 
-`python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON. Only it imports SGLang, whose
-schedulers run in other processes.
+`python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON. Only this program imports
+SGLang, whose schedulers run in other processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUIET_S, _PATIENCE_S = 2.0, 60.0
 
 
 def missing() -> str:
-    """The package that must be installed first; "" if none."""
+    """Return a text with the package that must be installed first; "" if it is installed."""
     found = importlib.util.find_spec("sglang")
     return "" if found else "SGLang is not installed: pip install '.[sglang]' in a clone of hicache"
 
@@ -48,7 +48,7 @@ def missing() -> str:
 def task(
     setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path, lmcache: dict[str, Any]
 ) -> dict[str, Any]:
-    """The server's part of a task, as JSON. `files`: folder of the run."""
+    """Return the part of a task that SGLang needs, as values for JSON. `files`: folder of the run."""
     settings = _engine_settings(setting, args, max_tokens, files)
     pages = files / "pages"
     pages.mkdir(exist_ok=True)
@@ -62,12 +62,12 @@ def task(
 
 
 def clean_up(files: Path) -> None:
-    """Do nothing: SGLang leaves no files."""
+    """Do nothing, because SGLang leaves no files."""
 
 
 def _engine_settings(setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path) -> dict[str, Any]:
-    """Settings of SGLang's `Engine`. They choose kernels that need only SGLang's own packages, so that modes can be
-    compared on any machine."""
+    """Return the settings of SGLang's `Engine`. They choose kernels that need only packages of SGLang, so that modes
+    can be compared on any machine."""
     on_cuda = args.device.type == "cuda"
     return {
         "model_path": args.model or str(write_config(files, args.small, args.layers)),
@@ -88,7 +88,7 @@ def _engine_settings(setting: Setting, args: argparse.Namespace, max_tokens: int
 
 
 def _hierarchy(setting: Setting, files: Path, disk: dict[str, Any]) -> dict[str, Any]:
-    """Settings of HiCache; empty for `none`. `disk`: settings of our backend."""
+    """Return the settings of HiCache; empty for the mode `none`. `disk`: settings of hicache's backend."""
     if setting.mode == "none":
         return {}
     settings = {
@@ -96,7 +96,7 @@ def _hierarchy(setting: Setting, files: Path, disk: dict[str, Any]) -> dict[str,
         "hicache_size": max(1, math.ceil(setting.cpu_gib * (1 << 30) / 1e9)),  # in units of 1e9 bytes
         "hicache_mem_layout": "page_first",
         "hicache_write_policy": "write_back",
-        "hicache_storage_prefetch_policy": "wait_complete",  # without a limit of time
+        "hicache_storage_prefetch_policy": "wait_complete",  # waits for prefetches without a time limit
     }
     if setting.mode == "files":
         return {**settings, "hicache_storage_backend": "file"}
@@ -113,7 +113,7 @@ def _hierarchy(setting: Setting, files: Path, disk: dict[str, Any]) -> dict[str,
 
 
 class Server:
-    """SGLang, with its front end in this process and its scheduler in another. `given`: a task."""
+    """SGLang, with its front end in this process and its scheduler in another process. `given`: a task."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         begin_s = time.perf_counter()
@@ -139,8 +139,8 @@ class Server:
         return first_s, total_s, int(last["meta_info"]["cached_tokens"]), list(last["output_ids"])
 
     async def settle(self) -> None:
-        """Send requests, so that the scheduler checks its copies, until the files have not changed for 2 s, or for a
-        minute."""
+        """Send requests, which make the scheduler check its copies, until the files have not changed for 2 s, but at
+        most for a minute."""
         known, deadline_s, quiet_s = self._files(), time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
         while time.monotonic() < min(quiet_s, deadline_s):
             await self.answer("", [20], 1)
@@ -149,14 +149,14 @@ class Server:
                 known, quiet_s = now, time.monotonic() + _QUIET_S
 
     def counters(self) -> dict[str, float]:
-        """Return the disk space of the server's files, because SGLang does not count bytes."""
+        """Return the disk space of the server's files, which stands for the bytes that SGLang does not count."""
         return {"files": float(sum(num_bytes for _, num_bytes in self._files().values()))}
 
     def _files(self) -> dict[Path, tuple[int, int]]:
         """Return the time of the last write and the disk space in bytes of each file."""
         found: dict[Path, tuple[int, int]] = {}
         for file in self._folder.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the file was renamed since
                 about = file.stat()
                 if stat.S_ISREG(about.st_mode):
                     found[file] = about.st_mtime_ns, about.st_blocks * 512

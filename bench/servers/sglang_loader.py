@@ -1,5 +1,5 @@
-"""A loader for SGLang's own processes: random weights with which the output depends on the cached KV. Imports SGLang,
-which imports this module if its load format names the class."""
+"""A loader that runs in SGLang's processes. It generates random weights with which the output depends on the cached KV.
+This module imports SGLang. SGLang imports this module if the load format names the class."""
 
 from __future__ import annotations
 

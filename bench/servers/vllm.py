@@ -1,15 +1,15 @@
 """vLLM for the benchmark `servers`: the configuration of each mode, and the program that serves.
 
     none          no connector
-    cpu           vLLM's CPU tier, which stores what was just computed
-    lazy          vLLM's `SimpleCPUOffloadConnector`, which stores what is about to leave the GPU
+    cpu           vLLM's CPU tier, which stores blocks as soon as they are computed
+    lazy          vLLM's `SimpleCPUOffloadConnector`, which stores blocks just before the GPU evicts them
     lmcache       LMCache's server (`hicache.bench.servers.lmcache`)
     raw, hicache  `HiCacheConnector`, without and with packing
     fs            vLLM's CPU tier above its own files
-    disk          `HiCacheConnector` with a disk; -always, -never: loads all pages found; none
+    disk          `HiCacheConnector` with a disk; disk-always and disk-never load all found pages, or none
 
-`python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON, and writes the outcome into a
-file. Only it imports vLLM: `AsyncLLM`, with its engine in another process.
+`python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON, and writes the outcome to a file.
+Only this program imports vLLM. It uses `AsyncLLM`, whose engine runs in another process.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "PYTHONHASHSEED": "0",  # LMCache's keys
+    "PYTHONHASHSEED": "0",  # keys of LMCache depend on it
 }
 
 _PLUG_IN = "hicache.integrations.vllm"
-_WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
+_WORKER = "hicache.bench.servers.vllm_worker"  # the name only, because importing it needs vLLM
 _MAX_REQUESTS = 32  # maximum number of running requests, unless there are more clients
-_UTILISATION = 0.8  # share of the GPU's memory
+_UTILISATION = 0.8  # share of the GPU's memory that vLLM may use
 _COUNTERS = {
     "vllm:kv_offload_load_bytes": "load",
     "vllm:kv_offload_store_bytes": "store",
@@ -54,7 +54,7 @@ _COUNTERS = {
 
 
 def missing() -> str:
-    """The package that must be installed first; "" if none."""
+    """Return a text with the package that must be installed first; "" if it is installed."""
     found = importlib.util.find_spec("vllm")
     return "" if found else "vLLM is not installed: pip install '.[vllm]' in a clone of hicache"
 
@@ -62,7 +62,8 @@ def missing() -> str:
 def task(
     setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path, lmcache: dict[str, Any]
 ) -> dict[str, Any]:
-    """The server's part of a task, as JSON. `files`: folder of the run. `lmcache`: the connector to its server."""
+    """Return the part of a task that vLLM needs, as values for JSON. `files`: folder of the run. `lmcache`: settings of
+    the connector to LMCache's server."""
     settings = _engine_settings(setting, args, max_tokens, files)
     connector = lmcache if setting.mode == "lmcache" else _connector(setting, args, files)
     if connector:
@@ -72,13 +73,13 @@ def task(
 
 
 def clean_up(files: Path) -> None:
-    """Remove the file of vLLM's CPU tier, because a vLLM that was killed leaves it."""
+    """Remove the file of vLLM's CPU tier, which stays if vLLM was killed."""
     for file in Path("/dev/shm").glob(f"vllm_offload_{files.name}*"):
         file.unlink(missing_ok=True)
 
 
 def _engine_settings(setting: Setting, args: argparse.Namespace, max_tokens: int, files: Path) -> dict[str, Any]:
-    """Settings of the engine. Requests have at most `max_tokens`."""
+    """Return the settings of the engine. `max_tokens`: maximum tokens of a request."""
     on_cuda = args.device.type == "cuda"
     block_tokens = 16 if on_cuda else 32  # vLLM on CPUs takes multiples of 32
     settings = {
@@ -107,7 +108,7 @@ def _engine_settings(setting: Setting, args: argparse.Namespace, max_tokens: int
 
 
 def _connector(setting: Setting, args: argparse.Namespace, files: Path) -> dict[str, Any]:
-    """The connector of a mode other than `lmcache`, with its extra configuration; empty for none."""
+    """Return the connector of a mode other than `lmcache`, with its extra configuration; empty for the mode `none`."""
     mode, cpu_bytes = setting.mode, {"cpu_bytes_to_use": int(setting.cpu_gib * (1 << 30))}
     sizes = cpu_bytes | {"blocks_per_chunk": args.blocks_per_chunk}
     if mode == "none":
@@ -132,7 +133,8 @@ def _connector(setting: Setting, args: argparse.Namespace, files: Path) -> dict[
 
 
 def counters(metrics: Iterable[Any]) -> dict[str, float]:
-    """Bytes moved and tokens from below the GPU, and the decisions of our disk's gate, from metrics of vLLM."""
+    """Return counters from metrics of vLLM: bytes moved, tokens loaded to the GPU from lower tiers, and decisions of
+    hicache's load gate."""
     found: dict[str, float] = {}
     for metric in metrics:
         name = _COUNTERS.get(metric.name.removesuffix("_total"))
@@ -144,7 +146,7 @@ def counters(metrics: Iterable[Any]) -> dict[str, float]:
 
 
 class Server:
-    """vLLM's `AsyncLLM`; must be created in a running event loop."""
+    """vLLM's `AsyncLLM`. A running event loop must create this object."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         begin_s = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Code of the benchmark and the tests for vLLM's own processes: random weights with which the output depends on the
-cached KV, and a CPU tier that runs on CPUs, unlike vLLM's own. Imports vLLM."""
+"""Code of the benchmark and of tests that runs in vLLM's processes. It has random weights with which the output depends
+on the cached KV, and a CPU tier that also works without a GPU, unlike vLLM's CPU tier. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ class RandomLoader(DummyModelLoader):
 
 
 class WorkerExtension:
-    """Adds nothing. As `worker_extension_cls` it makes each worker import this module, before it loads a model."""
+    """Adds no methods. If `worker_extension_cls` names this class, each worker imports this module before the worker
+    loads a model."""
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies blocks between vLLM's cache and its CPU tier on the CPU, where its own worker does not run."""
+    """Copies blocks between vLLM's cache and its CPU tier on machines without a GPU, where vLLM's worker does not
+    run."""
 
     def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
         self._blocks = [cache.tensor for cache in caches.tensors]
         widths = [cache.page_size_bytes * blocks_per_chunk for cache in caches.tensors]
         rows = [region.create_next_worker_view(width) for width in widths]
-        self._rows = [view.unflatten(1, (blocks_per_chunk, -1)) for view in rows]  # [chunk, block of it, byte]
+        self._rows = [view.unflatten(1, (blocks_per_chunk, -1)) for view in rows]  # [chunk, block in it, byte]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
@@ -60,12 +62,12 @@ class CopyingWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Do nothing: copies end in the call that submits them."""
+        """Do nothing, because copies end in the call that submits them."""
 
 
 def _places(spec: GPULoadStoreSpec, chunk_ids: Sequence[int], blocks_per_chunk: int) -> Iterator[tuple[int, int, int]]:
-    """For each block: its id, its chunk, and its index within the chunk. A group's first block may lie inside a
-    chunk."""
+    """Yield, for each block, the block's id, its chunk, and its index within the chunk. The first block of a group may
+    be inside of a chunk."""
     blocks, chunks = iter(spec.block_ids), iter(chunk_ids)
     for size, index in zip(spec.group_sizes, spec.block_indices, strict=True):
         chunk = -1
@@ -76,7 +78,8 @@ def _places(spec: GPULoadStoreSpec, chunk_ids: Sequence[int], blocks_per_chunk: 
 
 
 class CPUTieringSpec(TieringOffloadingSpec):
-    """vLLM's `TieringOffloadingSpec` with workers that run on CPUs. They write rows of vLLM's own layout only."""
+    """vLLM's `TieringOffloadingSpec` with workers that run without a GPU. These workers support only vLLM's default
+    layout of rows."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert not self.config.canonical_layout, "the copies on CPUs know no canonical layout"

@@ -1,12 +1,12 @@
-"""The prompts that a server answers: sessions of agents, generated; or conversations, which have little in common.
+"""Generates the prompts that a server answers: sessions of agents, or conversations, which share few tokens.
 
-`agents`: All sessions begin with the same `common` tokens. A turn belongs to a session drawn uniformly among those with
-turns left. It extends the session's prompt by max(64, min(4 growth, Exp(growth))) new tokens, where Exp is the
-exponential distribution with the mean `growth`; the prompt is cut at `longest`.
+`agents`: All sessions begin with the same `common` tokens. The session of each turn is drawn uniformly from the
+sessions with turns left. A turn extends the session's prompt by max(64, min(4 growth, Exp(growth))) new tokens, where
+Exp is the exponential distribution with the mean `growth`. The prompt is cut at `longest` tokens.
 
-`conversation`: The first `requests` prompts of a trace (`hicache.replay.trace`) with at most `longest` tokens, each
-block of the trace as `block_tokens` tokens. Without a trace a fourth of the prompts begin with the same three blocks,
-and lengths are exponential.
+`conversation`: The first `requests` prompts of a trace (`hicache.replay.trace`) that have at most `longest` tokens.
+Each block of the trace becomes `block_tokens` tokens. Without a trace, a fourth of the prompts begin with the same
+three blocks, and lengths have an exponential distribution.
 
 Values are drawn from Python's generator with a seed, so they are equal on all machines.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from hicache.bench.common import BenchUnavailable
 from hicache.replay.trace import read_trace
 
-_VOCABULARY = (3, 31_000)  # first token id, and the end
+_VOCABULARY = (3, 31_000)  # range of token ids
 _TINY_VOCABULARY = 240  # token ids of a tiny model, from 10 on
 _HEAD_BLOCKS, _HEADS_OF = 3, 4
 _MEAN_BLOCKS = 20
@@ -38,8 +38,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The sizes of a workload. `sessions`, `turns`, `growth` and `common` are those of agents, `requests` and
-    `block_tokens` those of conversations. All but the counts are in tokens."""
+    """The sizes of a workload. `sessions`, `turns`, `growth` and `common` apply to agents; `requests` and
+    `block_tokens` apply to conversations. `growth`, `common`, `longest` and `block_tokens` are in tokens."""
 
     name: str
     sessions: int = 0
@@ -51,17 +51,17 @@ class Workload:
     longest: int
     seed: int
     trace: str = ""  # path
-    is_tiny: bool = False  # token ids of a vocabulary of 256
+    is_tiny: bool = False  # use a vocabulary of 256 token ids
 
     @property
     def label(self) -> str:
-        """The sizes that distinguish workloads of one name."""
+        """A text with the sizes that distinguish workloads of the same name."""
         if self.name == "agents":
             return f"{self.sessions}x{self.turns}x{self.growth}"
         return f"{Path(self.trace).stem or 'generated'}{self.requests}"
 
     def prompts(self) -> list[Request]:
-        """Generate or read the prompts. BenchUnavailable if the trace has none."""
+        """Generate or read the prompts. Raises BenchUnavailable if the trace has no suitable prompt."""
         found = list(self._agents() if self.name == "agents" else self._conversations())
         if not found:
             raise BenchUnavailable(f"--trace {self.trace}: no prompt of at most {self.longest} tokens")
@@ -87,7 +87,7 @@ class Workload:
             yield Request(session, list(itertools.chain.from_iterable(tokens)))
 
     def _blocks(self) -> Iterator[tuple[str, list[int]]]:
-        """Session and block ids of each request."""
+        """Yield the session and the block ids of each request."""
         if self.trace:
             for number, request in enumerate(read_trace(self.trace).requests):
                 yield request.session or f"request {number}", request.blocks.tolist()
@@ -104,8 +104,8 @@ class Workload:
 
 
 def distinct_tokens(prompts: list[Request]) -> int:
-    """Return the number of tokens that a cache of all prompts holds. A token whose prefix and position equal those of a
-    token of an earlier prompt does not count. Tokens are counted in pieces of 64."""
+    """Return the number of tokens that a cache of all prompts stores. The prefix that a prompt shares with an earlier
+    prompt does not count again. Tokens are counted in pieces of 64."""
     known = set[int]()
     for request in prompts:
         key = 0

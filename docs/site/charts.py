@@ -64,9 +64,6 @@ _REMOTES = (
     ("mooncake", "Mooncake", 2, "remote-cpu-2core.json"),
     ("s3", "S3", 2, "remote-cpu-2core.json"),
 )
-_GATE = "servers-vllm-sessions-gate-nvidia-h100-80gb-hbm3.json"
-_DISK = "servers-vllm-sessions-disk-nvidia-h100-80gb-hbm3.json"
-_NEIGHBOURS = "both-restart-neighbours-sessions-nvidia-h200.json"
 CHARTS = (
     Chart(
         "device", "Kernels of the device tier, one H200", "GB/s",
@@ -78,67 +75,79 @@ CHARTS = (
         "device-nvidia-h200.json", other="a plain copy of as many bytes",
     ),
     Chart(
-        "transfer", "Copies between host and device, 8B geometry, one H200", "GB/s",
+        "transfer", "Copies of pages between host and GPU, 8B geometry, one H200", "GB/s",
         _rows(
             "{}.gqa8b",
             {
-                "up.page64.contiguous": "load, pages of 64, contiguous",
-                "up.page64.random": "load, pages of 64, random",
-                "up.page16.random": "load, pages of 16, random",
-                "down.page64.contiguous": "store, pages of 64",
-                "down.page16.random": "store, pages of 16, random", "both.total": "both directions, pages of 64",
+                "up.page64.contiguous": "to the GPU, 64 tokens, contiguous",
+                "up.page64.random": "to the GPU, 64 tokens, random",
+                "up.page16.random": "to the GPU, 16 tokens, random",
+                "down.page64.contiguous": "to the host, 64 tokens, contiguous",
+                "down.page16.random": "to the host, 16 tokens, random",
+                "both.total": "both directions, 64 tokens",
             },
         ),
         "transfer-nvidia-h200.json", other="pinned copies",
     ),
     Chart(
-        "overlap", "A forward pass during its load, 32 768 tokens on the host, one H200", "max(load, compute) / both",
-        _rows("overlap.suffix{}", {key: f"{key} new tokens" for key in ("64", "256", "1024", "2048", "4096", "8192")}),
-        "overlap-nvidia-h200.json", other="the slower of both alone",
+        "overlap", "A forward pass while its 32 768 tokens load from the host, one H200",
+        "time of the slower alone / time of both",
+        _rows(
+            "overlap.suffix{}",
+            {key: f"{key} new tokens are computed" for key in ("64", "256", "1024", "2048", "4096", "8192")},
+        ),
+        "overlap-nvidia-h200.json", other="the slower of load and compute, alone",
     ),
     Chart(
-        "packed", "Packed pages, raw bytes, one H100", "GB/s",
+        "packed", "Packed pages: raw bytes copied in a second, one H100", "GB/s",
         _rows(
             "packed.{}",
             {
-                "load.contiguous": "load", "load.random": "load, random pages", "load.3bit": "load, 3 bits",
-                "store": "store", "both": "both directions", "load.1": "one load of 4096 tokens",
+                "load.contiguous": "to the GPU, contiguous pages", "load.random": "to the GPU, random pages",
+                "load.3bit": "to the GPU, 3 bits for an exponent", "store": "to the host",
+                "both": "both directions", "load.1": "to the GPU, one load of 4096 tokens",
             },
         ),
         "packed-nvidia-h100-80gb-hbm3.json", other="a plain pinned copy",
     ),
     Chart(
-        "disk", "The disk tier, a virtual disk, 16 cores", "GB/s",
+        "disk", "The disk tier on a virtual disk, with 16 CPU cores", "GB/s",
         _rows(
             "{}",
             {
                 "cold.8mib": "reads, pages of 8 MiB", "cold.2mib": "reads, pages of 2 MiB",
-                "cold.128kib": "reads, pages of 128 KiB", "compressed.8mib": "reads, synthetic KV",
-                "write.alone": "commits, relaxed", "write.beside_readers": "commits with 4 readers",
+                "cold.128kib": "reads, pages of 128 KiB", "compressed.8mib": "reads, compressed pages of 8 MiB",
+                "write.alone": "writes, pages of 8 MiB", "write.beside_readers": "writes while 4 threads read",
             },
         ),
         "disk-nvidia-h100-80gb-hbm3.json", other="plain files with O_DIRECT",
     ),
     Chart(
-        "remote", "Remote stores on loopback", "GB/s",
+        "remote", "Remote stores, their servers on the same machine", "GB/s",
         tuple(
-            Row(f"{store}: {way}, {cores} cores", f"{key}.{way}", file)
+            Row(f"{store}: {way} pages, {cores} cores", f"{key}.{way}", file)
             for key, store, cores, file in _REMOTES
             for way in ("put", "get")
         ),
         "", other="the client library alone",
     ),
     Chart(
-        "tree", "The prefix tree, 100 000 tokens, 2 slow CPU cores", "us",
+        "tree", "The prefix tree, a prompt of 100 000 tokens, 2 slow CPU cores", "us",
         _rows(
             "{}.page{}",
-            {("match", 64): "match, page 64", ("match", 1): "match, page 1", ("insert", 64): "insert, page 64"},
+            {
+                ("match", 64): "find a prefix, pages of 64 tokens", ("match", 1): "find a prefix, pages of 1 token",
+                ("insert", 64): "insert a prefix, pages of 64 tokens",
+            },
         ),
         "tree-cpu-2core.json", other="memcmp of the same bytes", is_less_better=True,
     ),
     Chart(
-        "steps", "Python calls for a prompt of 128k tokens", "calls",
-        _rows("prompt.{}.calls", {"device": "on device", "host": "on the host", "disk": "on disk", "cold": "new"}),
+        "steps", "Python calls of hicache for one prompt of 128k tokens", "calls",
+        _rows("prompt.{}.calls", {
+                "device": "prompt in GPU memory", "host": "prompt in CPU memory", "disk": "prompt on disk",
+                "cold": "new prompt",
+            }),
         "steps-cpu-2core.json", is_less_better=True,
     ),
     Chart(
@@ -160,47 +169,37 @@ CHARTS = (
         _rows(
             "both.{}",
             {
-                "equal.98k": "store as fast as computing", "fast3": "three times as fast", "slow3": "a third as fast",
-                "fast10": "ten times as fast", "slow10": "a tenth as fast",
+                "equal.98k": "store as fast as computing", "fast3": "store three times as fast",
+                "slow3": "store a third as fast", "fast10": "store ten times as fast",
+                "slow10": "store a tenth as fast",
             },
         ),
-        "both-rates-eight-nvidia-h200.json", own="both at once", other="the better of computing and loading",
+        "both-rates-eight-nvidia-h200.json", own="both at once", other="the faster of computing and loading",
         is_less_better=True,
     ),
     Chart(
-        "vllm", "Documents of 16 384 tokens under vLLM 0.32, one H100", "ms",
+        "vllm", "Documents of 16 384 tokens under vLLM 0.32, time to answer, one H100", "ms",
         (
-            Row("after a restart", "servers.vllm.restart.over_fs", other="vLLM's files"),
-            Row("from CPU memory", "servers.vllm.host.one", other="vLLM's CPU tier"),
-            Row("new prompts", "servers.vllm.first", other="no offloading"),
+            Row("first token, after a restart", "servers.vllm.restart.over_fs", other="vLLM's fs tier"),
+            Row("8 tokens, document in CPU memory", "servers.vllm.host.one", other="vLLM's CPU tier"),
+            Row("first token, new prompts", "servers.vllm.first", other="vLLM without offloading"),
         ),
         "servers-vllm-nvidia-h100-80gb-hbm3.json", is_less_better=True,
     ),
     Chart(
-        "agents", "320 turns of agents under vLLM 0.32 with HiCacheConnector, one H200", "s",
+        "sessions", "300 turns of coding agents under vLLM 0.32, GPU cache capped at 81 920 tokens, one H100", "s",
         (
-            Row("32 GiB", "servers.vllm.agents.over_lazy.32", other="vLLM's lazy CPU tier"),
-            Row("64 GiB", "servers.vllm.agents.over_lazy.64", other="vLLM's lazy CPU tier"),
-            Row("64 GiB", "servers.vllm.agents.over_cpu.64", other="vLLM's CPU tier"),
-            Row("64 GiB", "servers.vllm.agents.over_none.64", other="no tier"),
+            Row("8 clients at once", "servers.vllm.sessions.disk.over_fs"),
+            Row("32 clients at once", "servers.vllm.sessions.disk.over_fs.c32"),
         ),
-        "servers-nvidia-h200.json", is_less_better=True,
-    ),
-    Chart(
-        "sessions", "300 turns of coding agents under vLLM 0.32, GPU cache capped at 81 920 tokens", "s",
-        (
-            Row("disk, 8 clients, H100", "servers.vllm.sessions.disk.over_fs", _DISK, "vLLM's fs tier"),
-            Row("disk, 32 clients, H100", "servers.vllm.sessions.disk.over_fs.c32", _DISK, "vLLM's fs tier"),
-            Row("disk, 8 clients, H100", "servers.vllm.sessions.disk.c8", _GATE, "always loading"),
-            Row("disk, 32 clients, H100", "servers.vllm.sessions.disk.c32", _GATE, "always loading"),
-        ),
-        "", is_less_better=True,
+        "servers-vllm-sessions-disk-nvidia-h100-80gb-hbm3.json", own="hicache, with a disk", other="vLLM's fs tier",
+        is_less_better=True,
     ),
     Chart(
         "stream", "Eight streams while a prompt of 131k tokens arrives, one H100", "s",
         (
-            Row("longest gap of a stream", "serving.stream.gap", other="bound"),
-            Row("first token of the prompt", "serving.stream.prompt", other="chunks of 8192"),
+            Row("longest gap of a stream", "serving.stream.gap", other="the configured bound"),
+            Row("first token of the prompt", "serving.stream.prompt", other="with chunks of 8192 tokens"),
         ),
         "serving-stream-nvidia-h100-80gb-hbm3.json", is_less_better=True,
     ),
@@ -257,7 +256,7 @@ def _bars(chart: Chart, results: Path) -> str:
             f"{_UNITS.get(chart.unit, chart.unit)}; {'shorter' if chart.is_less_better else 'longer'} bars are better",
         )
     ]
-    other = chart.other or ("compared with, named at the left" if any(row.other for row, _ in cases) else "")
+    other = chart.other or ("the one named in grey at the left" if any(row.other for row, _ in cases) else "")
     parts.append(_legend(height - 14, [("own", chart.own), *([("other", other)] if other else [])]))
     for index, ((row, _), (own, ceiling)) in enumerate(zip(cases, values, strict=True)):
         y = 60 + index * _ROW

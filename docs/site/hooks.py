@@ -73,6 +73,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(moved, _LIST.sub(lambda found: _LISTS[found[1]](), markdown))
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep a number and its unit, and the groups of a number, on one line. Code is not changed."""
+    parts = _TAG.split(html)
+    return "".join(part if _TAG.fullmatch(part) else _GAP.sub("\N{NO-BREAK SPACE}", part) for part in parts)
+
+
+_TAG = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
+_GAP = re.compile(r"(?<=\d)[ \n](?=(?:\d{3}|[kMG]B/s|[kKMGT]i?B|m?s|tokens/s|%)(?!\w))")
+
+
 def _decisions_list() -> str:
     """A Markdown list of the decisions, by title, with links relative to their folder."""
     titles = {path.name: path.read_text().splitlines()[0].removeprefix("# ") for path in _decisions()}

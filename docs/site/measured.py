@@ -1,9 +1,9 @@
 """README's table of measurements, from the files in bench/results/.
 
 A row quotes one case: its value, its ceiling, which is the value of the other side, and before both their ratio in
-words. The words of further figures come from the names of their cases, so that no two sides can be exchanged. A row has
-alternatives: the first one whose file has all of its cases is shown. So figures of a release replace older ones when
-their files are there.
+words. Both have enough digits that a reader who divides them gets this ratio. The words of further figures come from
+the names of their cases, so that no two sides can be exchanged. A row has alternatives: the first one whose file has
+all of its cases is shown. So figures of a release replace older ones when their files are there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from hicache.bench.common import Case, read_report
 from hicache.bench.machine import RESULTS
 
-# Words for the other side of a case, by the last word of its name before a size.
+# Words for the other side of a case, by its name, or by the last word of its name before a size.
 _SIDES = {
     "over_lazy": "with vLLM's lazy CPU tier",
     "over_cpu": "with vLLM's CPU tier",
@@ -25,6 +25,7 @@ _SIDES = {
     "over_fs": "with vLLM's `fs` tier",
     "over_files": "with SGLang's files",
     "gate": "with the better of always and never loading",
+    "servers.sglang.sessions.disk.c8": "with SGLang's own files",
 }
 
 
@@ -77,7 +78,7 @@ def _runs(notes: Sequence[str]) -> str:
 
 
 def _side(case: str) -> str:
-    return next(_SIDES[word] for word in reversed(case.split(".")) if word in _SIDES)
+    return next(_SIDES[word] for word in (case, *reversed(case.split("."))) if word in _SIDES)
 
 
 def _grouped(cell: str) -> str:
@@ -125,8 +126,8 @@ ROWS: tuple[tuple[Row, ...], ...] = (
             "first token of 98k tokens, computed and loaded at once, from a store as fast as computing, one H200",
             "both.equal.98k",
             file,
-            "{value:.2f} s",
-            "{ceiling:.2f} s if all is computed, {load:.2f} if all is loaded",
+            "{value:.3f} s",
+            "{ceiling:.3f} s if all is computed, {load:.2f} if all is loaded",
         )
         for file in ("both-nvidia-h200.json", "both-rates-eight-nvidia-h200.json")
     ),
@@ -135,8 +136,8 @@ ROWS: tuple[tuple[Row, ...], ...] = (
             "first token behind 32k tokens in CPU memory, own server, 8B model of random weights, one H200",
             "serving.ttft.host.prefix32768",
             "serving-nvidia-h200.json",
-            "{token:.0f} ms",
-            "{load:.0f} ms is the floor, a plain copy of the KV",
+            "{token:.1f} ms",
+            "{load:.1f} ms is the floor, a plain copy of the KV",
             conclusion="above the floor",
         ),
     ),
@@ -153,8 +154,8 @@ ROWS: tuple[tuple[Row, ...], ...] = (
             "H100, " + _CAPPED,
             "servers.vllm.sessions.disk.c8",
             "servers-vllm-sessions-gate-nvidia-h100-80gb-hbm3.json",
-            "{value:.1f} s",
-            "{ceiling:.1f} if every prefix is loaded and none is recomputed",
+            "{value:.2f} s",
+            "{ceiling:.2f} if every prefix is loaded and none is recomputed",
         ),
     ),
     tuple(
@@ -170,12 +171,13 @@ ROWS: tuple[tuple[Row, ...], ...] = (
     ),
     (
         Row(
-            "**the worst loss**: 40 turns of coding agents that fit GPU memory, 8 clients, SGLang 0.5.23 with HiCache "
-            "and `HiCacheDisk`, one H100, one run",
+            "**the worst loss**: 40 turns of coding agents that fit GPU memory, 8 clients, SGLang 0.5.23 with its own "
+            "CPU tier (named HiCache too) and `HiCacheDisk` below it, one H100, one run",
             "servers.sglang.sessions.disk.over_none",
             "servers-sglang-sessions-one-nvidia-h100-80gb-hbm3.json",
             "{value:.1f} s",
-            "{ceiling:.1f} without HiCache",
+            "{ceiling:.1f} without SGLang's CPU tier and `HiCacheDisk`",
+            others=("servers.sglang.sessions.disk.c8",),
         ),
     ),
 )

@@ -117,7 +117,7 @@ def _metrics_table(parts: str) -> str:
         for name, info in _metrics().items()
         if name.partition(".")[0] in parts.split()
     ]
-    return _table("| metric | type | |", rows)
+    return _table("| metric | type | meaning |", rows)
 
 
 def _families_table(_: str) -> str:
@@ -151,7 +151,7 @@ def _settings_table(name: str) -> str:
         for field, setting in settings_of(cls).items()
         if field in own
     ]
-    return _table("| setting | default | values | |", rows)
+    return _table("| setting | default | values | meaning |", rows)
 
 
 def _default(setting: Setting, default: object) -> str:
@@ -176,10 +176,10 @@ def _meaning(setting: Setting) -> str:
 def _environment_table(_: str) -> str:
     rows = []
     for variable in VARIABLES:
-        words = f": {', '.join(variable.words)}" if variable.words else ""
+        words = f"; values: {', '.join(variable.words)}" if variable.words else ""
         names = ", ".join(f"`{name}`" for name in variable.names)
         rows.append(f"| {names} | {variable.default} | {variable.help}{words} |")
-    return _table("| variable | default | |", rows)
+    return _table("| variable | default | meaning |", rows)
 
 
 def _flags_table(_: str) -> str:
@@ -189,7 +189,7 @@ def _flags_table(_: str) -> str:
     EngineConfig.add_flags(engine)
     settings = {name for action in engine._actions for name in action.option_strings}
     own = [action for action in server._actions if not settings & {*action.option_strings}]
-    return _table("| flag | |", [f"| `{_usage(action)}` | {action.help} |" for action in own])
+    return _table("| flag | meaning |", [f"| `{_usage(action)}` | {action.help} |" for action in own])
 
 
 def _usage(flag: argparse.Action) -> str:

@@ -1,9 +1,10 @@
-"""Two vLLM servers that share one store on disk: the second server loads what the first one computed.
+"""Two vLLM servers that share one store on disk. The second server loads pages that the first server computed.
 
     python examples/vllm/two_servers.py MODEL [more arguments of vLLM ...]
 
 One process serves the directory of the store to both servers through a socket. The servers start one after the other,
-on ports 8100 and 8101, and get the same prompt. Each prints how many tokens of the prompt were cached.
+on ports 8100 and 8101, and get the same prompt. For each server, the program prints how many tokens of the prompt were
+cached. The servers use `HiCacheOffloadingSpec`, because the disk of `HiCacheConnector` has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import Any
 HICACHE = "from hicache.cli import main; raise SystemExit(main())"  # the command `hicache`
 PORTS = (8100, 8101)
 PROMPT = "The keeper of the lighthouse wrote the weather of each day into a book. " * 20
-START_S = 600  # a server that takes longer to start has failed
+START_S = 600  # maximum seconds for which a server may start
 
 
 def connector(socket: str) -> dict[str, Any]:
-    """The value of `--kv-transfer-config`. The budget is that of the process that serves the store."""
+    """Return the value of vLLM's flag `--kv-transfer-config`. It has no budget, because the process that serves the
+    store has one."""
     extra = {"cpu_bytes_to_use": "64MB", "disk": {"path": f"unix:{socket}"}}
     return {
         "kv_connector": "OffloadingConnector",
@@ -43,7 +45,8 @@ def connector(socket: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python program with its log on stderr, which ends with the block."""
+    """Run a Python program within the block, with its output on stderr. The program is ended at the end of the
+    block."""
     running = subprocess.Popen([sys.executable, *arguments], stdout=sys.stderr)
     try:
         yield running
@@ -60,7 +63,8 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def cached_tokens(server: subprocess.Popen[bytes], port: int) -> tuple[int, int]:
-    """Wait until the server answers, and send the prompt. Returns its tokens, and how many of them were cached."""
+    """Wait until the server answers, and send the prompt. Returns the number of prompt tokens, and how many of them
+    were cached."""
     deadline_s = time.monotonic() + START_S
     while True:
         try:

@@ -1,4 +1,5 @@
-"""The allocators of the device tier track which slots are free. Allocators never touch the bytes in the slots."""
+"""The allocators of the device tier track which slots are free. Allocators never read or write the bytes in the
+slots."""
 
 from hicache.alloc.base import BaseTokenToKVPoolAllocator
 from hicache.alloc.paged import PagedTokenToKVPoolAllocator

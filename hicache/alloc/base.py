@@ -36,20 +36,21 @@ class SlotStore(Protocol):
 
 @dataclass(frozen=True)
 class AllocatorState:
-    """A snapshot of the free list. The tensors of a snapshot are never written, so it stays valid after later calls."""
+    """A snapshot of the free list. The tensors of a snapshot are never written, so the snapshot stays valid after later
+    calls."""
 
     free_pages: torch.Tensor
     release_pages: torch.Tensor
 
 
 class BaseTokenToKVPoolAllocator(ABC):
-    """Allocates slots of a pool, either all that are requested or none, and frees them.
+    """Allocates and frees slots of a pool. An allocation returns either all requested slots or no slot.
 
-    Called only by the scheduler thread, so it needs no lock. `free_pages` and `release_pages` are int64 page ids on
-    `device` (slot ids if a page is one token); they are replaced, never written in place. Pages are allocated from the
-    front of `free_pages`. Freed pages are merged when an allocation finds too few free pages. With `need_sort`, freed
-    pages are kept in `release_pages` until then, and merging sorts all free pages, which restores long contiguous runs.
-    Without `need_sort`, freed pages are appended to `free_pages`.
+    Only the scheduler thread calls an allocator, so the allocator needs no lock. `free_pages` and `release_pages` are
+    int64 page ids on `device` (slot ids if a page is one token); these tensors are replaced, never written in place.
+    Pages are allocated from the front of `free_pages`. Freed pages are merged when an allocation finds too few free
+    pages. With `need_sort`, freed pages are kept in `release_pages` until they are merged. Merging then sorts all free
+    pages, which restores long contiguous runs. Without `need_sort`, freed pages are appended to `free_pages`.
 
     Freed pages are stored in parts that are joined on access, so the cost of a free depends only on the freed pages.
 
@@ -57,7 +58,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     `release_pages`.
 
     Freeing a slot that is not allocated raises `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1. On CUDA outside of
-    debug mode only `check()` detects such a free, because a test would make the host wait for the device.
+    debug mode, only `check()` detects this error, because a test in `free` would make the host wait for the device.
 
     Only callers with SGLang's interface use `alloc_extend`, `alloc_decode`, free groups, `backup_state`,
     `merge_and_sort_free`, CPU copies, `get_stats`, `check_memory_pressure` and `debug_print`.
@@ -93,12 +94,12 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate `need_size` slots, int64. Returns None, without any change, if fewer are free, and an empty tensor
-        for 0."""
+        """Allocate `need_size` slots, int64. Returns None, without any change, if fewer slots are free. Returns an
+        empty tensor if `need_size` is 0."""
 
     def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Allocate slots for new tokens of sequences, in their last page and in new pages. Raises NotImplementedError
-        if the allocator has no pages."""
+        """Allocate slots for new tokens of sequences, in the last page of each sequence and in new pages. Raises
+        NotImplementedError if the allocator has no pages."""
         raise self._has_no_pages()
 
     def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -106,7 +107,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         raise self._has_no_pages()
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots; within a free group, they are freed when the group ends. The ids are copied. Raises
+        """Free slots; within a free group, the slots are freed when the group ends. The ids are copied. Raises
         DoubleFree."""
         if not free_index.numel():
             return
@@ -124,8 +125,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         self.free(slots)
 
     def free_pages_of(self, pages: torch.Tensor) -> None:
-        """Free distinct pages by id; within a free group, they are freed when the group ends. The tensor is kept.
-        Raises DoubleFree."""
+        """Free distinct pages by id; within a free group, the pages are freed when the group ends. The allocator keeps
+        the tensor. Raises DoubleFree."""
         if self._group is not None:
             self._group.append(pages * self.page_size)
         else:
@@ -147,14 +148,14 @@ class BaseTokenToKVPoolAllocator(ABC):
     def available_size(self) -> int:
         """Return the number of tokens that can be allocated now.
 
-        Waits for the device only if it is still counting the pages of an earlier `free`.
+        Waits for the device only if the device is still counting the pages of an earlier `free`.
         """
         self._settle()
         return (self._free_pages.numel() + self._num_released) * self.page_size
 
     @property
     def free_pages(self) -> torch.Tensor:
-        """Free ids, in the order in which they are allocated."""
+        """The ids of free pages, in the order in which pages are allocated."""
         if not self.need_sort:
             self._merge()
         return self._free_pages
@@ -189,12 +190,12 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._mark_owned()
 
     def backup_state(self) -> AllocatorState:
-        """Take a snapshot for `restore_state`, which stays valid after any calls and restores."""
+        """Take a snapshot for `restore_state`. The snapshot stays valid after any calls and restores."""
         self._settle()
         return AllocatorState(self.free_pages, self.release_pages)
 
     def restore_state(self, state: AllocatorState) -> None:
-        """Restore a snapshot: pages allocated since then are free again."""
+        """Restore a snapshot: pages that were allocated after the snapshot are free again."""
         self.free_pages = state.free_pages
         self.release_pages = state.release_pages
         if self._owned is not None:
@@ -251,8 +252,8 @@ class BaseTokenToKVPoolAllocator(ABC):
             raise InvariantError(type(self).__name__, violations)
 
     def _take(self, num_pages: int) -> torch.Tensor | None:
-        """Allocate page ids from the front of the free list, as a copy; None, without any change, if too few are
-        free."""
+        """Allocate page ids from the front of the free list, and return them as a copy. Returns None, without any
+        change, if too few pages are free."""
         if not 0 <= num_pages <= self._free_pages.numel() and not self._reserve(num_pages):
             return None
         front, self._free_pages = self._free_pages.split_with_sizes((num_pages, self._free_pages.numel() - num_pages))
@@ -262,8 +263,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         return pages
 
     def _reserve(self, num_pages: int) -> bool:
-        """Return whether `_free_pages` has `num_pages`; released pages are merged if that is necessary and
-        sufficient."""
+        """Return whether `_free_pages` has `num_pages` pages. Released pages are merged into `_free_pages` if that is
+        necessary and sufficient."""
         if num_pages < 0:
             raise ShapeError(f"{num_pages} pages were asked for; ask for 0 or more")
         if num_pages <= self._free_pages.numel():
@@ -275,7 +276,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         return True
 
     def _merge(self) -> None:
-        """Append the released pages to the free pages; with `need_sort`, sort all of them."""
+        """Append the released pages to the free pages; with `need_sort`, sort all free pages."""
         if self._released:
             pages = joined((self._free_pages, *self._released))
             self._free_pages = ascending(pages) if self.need_sort else pages
@@ -308,7 +309,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Apply frees whose pages are still being counted on the device."""
 
     def _give(self, pages: torch.Tensor) -> None:
-        """Free page ids and keep the tensor. If calls are verified, the ids are checked before any change."""
+        """Free page ids, and keep the tensor `pages`. If the allocator verifies calls, it checks the ids before any
+        change."""
         if self._owned is not None:
             self._owned.give(pages)
         self._released.append(pages)
@@ -317,11 +319,11 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._released = [joined(self._released)]
 
     def _mark_owned(self) -> None:
-        """If calls are verified, derive the allocated pages from the free list."""
+        """If the allocator verifies calls, derive the allocated pages from the free list."""
         if self.device.type == "cpu" or self._debug:
             self._owned = OwnedPages(self.num_pages, self.page_size, joined((self._free_pages, *self._released)))
 
     def _store(self) -> SlotStore:
         if self._kvcache is None:
-            raise ConfigError("this allocator was built without a pool; pass kvcache to copy what slots hold")
+            raise ConfigError("this allocator was built without a pool; pass kvcache to copy the contents of slots")
         return self._kvcache

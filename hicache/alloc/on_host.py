@@ -1,6 +1,6 @@
 """Operations on slot and page ids, which numpy runs on one thread if the ids are in host memory.
 
-torch divides work on ten thousand ids among its threads; on a busy machine, waking them takes milliseconds.
+torch divides work on ten thousand ids among its threads; on a busy machine, waking these threads takes milliseconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ Ids = npt.NDArray[np.int64]
 
 
 def ascending(ids: torch.Tensor) -> torch.Tensor:
-    """Sort ids. In host memory the sort is stable, because it then only merges the few runs in which parts were
-    freed."""
+    """Sort ids. In host memory, numpy's stable sort is used, because it only merges the few ascending runs of ids that
+    were freed together."""
     if not ids.is_cpu:
         return ids.sort().values
     return torch.from_numpy(np.sort(ids.numpy(), kind="stable"))
@@ -36,8 +36,8 @@ def are_runs(slots: torch.Tensor, page_size: int) -> bool:
 
 
 def distinct(pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the distinct page ids among the page ids of slots, ascending. This is fast in host memory if the slots are
-    complete pages."""
+    """Return the distinct page ids, ascending. `pages`: the page id of each slot. In host memory, this function is fast
+    if the slots are complete pages."""
     if not pages.is_cpu:
         found: torch.Tensor = pages.unique()
         return found

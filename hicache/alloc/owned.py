@@ -10,8 +10,8 @@ from hicache.errors import DoubleFree
 
 
 class OwnedPages:
-    """Flags of pages 1..num_pages of one allocator. The flags are used on the CPU, and on other devices only in debug
-    mode, because reading them waits for the device."""
+    """Flags of pages 1..num_pages of one allocator. Allocators on the CPU always use the flags. Allocators on other
+    devices use them only in debug mode, because the host would wait for the device to read the flags."""
 
     def __init__(self, num_pages: int, page_size: int, free: torch.Tensor) -> None:
         """Mark all pages except `free` as allocated."""

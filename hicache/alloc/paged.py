@@ -21,13 +21,13 @@ def distinct_first(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the distinct ids, ascending, at the front of a tensor as long as `ids`, and the index `[1]` of the last
     distinct id.
 
-    The sizes of all tensors are independent of the ids, so the host need not wait, as it must for `unique`. Elements
-    after the last distinct id are undefined.
+    The sizes of all tensors are independent of the ids, so the host need not wait for the device, unlike for `unique`.
+    Elements after the last distinct id are undefined.
     """
     ascending = ids.sort().values
     rank = torch.zeros_like(ascending)
     torch.cumsum(ascending[1:] != ascending[:-1], 0, out=rank[1:])
-    # Equal ids have the same position in sorted order, so it does not matter whose position is written last.
+    # Equal ids have the same rank, so their writes to one element write the same id.
     return torch.empty_like(ascending).scatter_(0, rank, ascending), rank[-1:]
 
 
@@ -45,8 +45,8 @@ class _Tally:
 
     @classmethod
     def of(cls, pages: torch.Tensor) -> _Tally:
-        """Start to count the distinct ids of `pages` (at least one), with launches whose sizes do not depend on the
-        ids."""
+        """Start to count the distinct ids of `pages`, which has at least one id, with launches whose sizes do not
+        depend on the ids."""
         distinct, last = distinct_first(pages)
         count = torch.empty(1, dtype=torch.int64, pin_memory=True)
         count.copy_(last + 1, non_blocking=True)
@@ -67,8 +67,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     `free` accepts any tokens of a page, some or all, and never waits for the device. On CUDA the distinct pages are
     counted on the device, and the count is copied to the host asynchronously. Only `available_size`, `check`, a
-    snapshot or an allocation that would otherwise fail waits for it. `free_run` knows the positions of tokens in their
-    sequence, so it computes the number of pages from lengths.
+    snapshot or an allocation that would otherwise fail waits for this count. `free_run` knows the positions of tokens
+    in their sequence, so it computes the number of pages from lengths without a count.
     """
 
     def clear(self) -> None:
@@ -84,7 +84,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """Allocate `need_size / page_size` pages and return all their slots, in page order. Raises ShapeError if
         `need_size` is not a multiple of the page size."""
         if need_size % self.page_size:
-            raise ShapeError(f"{need_size} tokens are no whole pages of page_size={self.page_size}")
+            raise ShapeError(f"{need_size} tokens are not a multiple of page_size={self.page_size}")
         pages = self._take(need_size // self.page_size)
         return None if pages is None else slots_of(pages, self.page_size, self._offsets)
 
@@ -98,13 +98,13 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
         """Allocate slots for the tokens of each request from its prefix length to its sequence length; returns int64
-        `[extend_num_tokens]`, or None, without any change, if pages are short.
+        `[extend_num_tokens]`, or None, without any change, if too few pages are free.
 
         Lengths are integer tensors `[requests]` in tokens, given on the device and on the CPU. `last_loc`: slot of the
-        prefix's last token, -1 without a prefix; (last_loc + 1) % page_size equals prefix_len % page_size. Needs one
-        launch, and does not wait for the device. Raises ShapeError if lengths disagree. Raises InvariantError if a
-        `last_loc` does not end its prefix; on CUDA outside debug mode this is an assertion of the device, after which
-        the process cannot use the device.
+        prefix's last token, -1 without a prefix; (last_loc + 1) % page_size equals prefix_len % page_size. The call
+        needs one kernel launch, and does not wait for the device. Raises ShapeError if lengths disagree. Raises
+        InvariantError if a `last_loc` does not end its prefix; on CUDA outside debug mode, the check is an assertion on
+        the device. If this assertion fails, the process can no longer use the device.
         """
         prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
         new_tokens = seq - prefix
@@ -128,11 +128,11 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """Allocate one slot for each request; returns int64 `[requests]`, or None, without any change, if pages are
-        short.
+        """Allocate one slot for each request; returns int64 `[requests]`, or None, without any change, if too few pages
+        are free.
 
-        `seq_lens` count the new token; `last_loc` is the slot of the token before it. One launch allocates the slots,
-        and the host does not wait for the device. A wrong `last_loc` is an error as in `alloc_extend`.
+        `seq_lens` count the new token; `last_loc` is the slot of the token before the new token. One launch allocates
+        the slots, and the host does not wait for the device. A wrong `last_loc` is an error as in `alloc_extend`.
         """
         seq = seq_lens_cpu.numpy()
         if seq.min(initial=1) < 1:
@@ -168,8 +168,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def free_group_end(self) -> None:
         runs, self._group_runs = self._group_runs, []
         if runs and self._group:
-            # Single tokens of a free group may be in pages of a run. Both are passed as slots, so that each page is
-            # freed once.
+            # Single tokens of a free group may be in pages of a run. Runs and single tokens are both passed as slots,
+            # so that each page is freed once.
             self._group.extend(pages * self.page_size for pages in runs)
         elif runs:
             self._give(torch.cat(runs))
@@ -194,13 +194,14 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 self._give(tally.distinct())
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the distinct pages of slots, ascending. On CUDA the host waits until the device has counted them."""
+        """Return the distinct pages of slots, ascending. On CUDA, the host waits until the device has counted the
+        pages."""
         return distinct(slots.to(torch.int64) // self.page_size, self.page_size)
 
     def _pages_of_run(self, slots: torch.Tensor) -> torch.Tensor:
         if self._owned is not None:
             self._check_run(slots)
-        # The page of each run of P tokens, [0, P), [P, 2P), ..., is that of the first token of the run.
+        # The page of P tokens [0, P), [P, 2P), ... is the page of the first of these tokens.
         pages: torch.Tensor = slots[:: self.page_size].to(torch.int64) // self.page_size
         return pages
 
@@ -222,8 +223,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """Raise if the offset of a `last_loc` in its page differs from the offset of its prefix's last token, because
         new tokens would then get slots of another sequence.
 
-        InvariantError on the CPU and in debug mode. On CUDA the device asserts it, by five small launches per batch:
-        the host does not wait, and no later kernel runs if the assertion fails.
+        InvariantError on the CPU and in debug mode. On CUDA, an assertion on the device checks the offsets, by five
+        small launches per batch: the host does not wait, and no later kernel runs if the assertion fails.
         """
         ends = (prefix_lens - last_loc) % self.page_size == 1 % self.page_size
         if self.device.type == "cuda" and not self._debug:

@@ -1,6 +1,6 @@
 """The allocator of models with sliding windows: full slots for full layers, mapped to window slots for window layers.
 
-    full slots     callers allocate, keep and free these
+    full slots     callers allocate, keep and free full slots
     window slots   full slot s is mapped to full_to_swa_index_mapping[s]; 0: unmapped
 
 Complete pages are mapped: the slots of a full page are mapped to the slots of one window page, at the same offsets. The
@@ -24,8 +24,8 @@ from hicache.metrics import PoolStats
 
 
 class WindowStore(SlotStore, Protocol):
-    """The methods of a pool that this allocator calls. The pool reads the registered mapping, which the allocator keeps
-    writing in place."""
+    """The methods of a pool that this allocator calls. The pool reads the registered mapping, and the allocator writes
+    the mapping in place."""
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None: ...
 
@@ -42,10 +42,10 @@ class SWAAllocatorState(AllocatorState):
 class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     """Allocates from `full_attn_allocator` and `swa_attn_allocator` together. Scheduler thread only.
 
-    An allocation takes slots from both or from neither. `free_swa` frees only window slots; a later `free` of the same
-    full slots frees the rest. The mapping is read when a free is requested, also within a group, because it may map the
-    slots for another owner by the time the group ends. Finding the slots that are still mapped makes the host wait for
-    the device. `free_pages` and `release_pages` are those of the full allocator.
+    An allocation takes slots from both allocators or from neither. `free_swa` frees only window slots; a later `free`
+    of the same full slots frees the full slots. A free reads the mapping at once, even within a free group, because the
+    full slots may be mapped for another owner when the group ends. To find the slots that are still mapped, the host
+    waits for the device. `free_pages` and `release_pages` are the properties of the full allocator.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         need_sort: bool,
     ) -> None:
         """Create both allocators with all slots free. `size`, `size_swa`: numbers of full slots and of window slots,
-        without page 0. Raises ConfigError if either is below one page."""
+        without page 0. Raises ConfigError if either number is below one page."""
 
         def allocator_of(tokens: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
             if page_size == 1:
@@ -98,7 +98,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Allocate `need_size` full slots, each mapped to a new window slot. Returns None, without any change, if
-        either allocator has too few."""
+        either allocator has too few free slots."""
         if need_size > self.available_size():
             return None
         full, swa = self.full_attn_allocator.alloc(need_size), self.swa_attn_allocator.alloc(need_size)
@@ -113,7 +113,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
-        """Allocate from both allocators, as `PagedTokenToKVPoolAllocator.alloc_extend`; `last_loc` are full slots.
+        """Allocate from both allocators as `PagedTokenToKVPoolAllocator.alloc_extend` does. `last_loc`: full slots.
 
         If a prefix ends within a page, its last token must still be mapped, because new tokens fill the rest of this
         page.
@@ -132,7 +132,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """Allocate from both allocators, as `PagedTokenToKVPoolAllocator.alloc_decode`; see `alloc_extend`."""
+        """Allocate from both allocators as `PagedTokenToKVPoolAllocator.alloc_decode` does; see `alloc_extend`."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if isinstance(full, TokenToKVPoolAllocator) or isinstance(swa, TokenToKVPoolAllocator):
             return self.alloc(seq_lens_cpu.numel())
@@ -144,7 +144,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self._mapped(full_slots, swa.alloc_decode(seq_lens, seq_lens_cpu, last_window_slots))
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free full slots, and their window slots if they are still mapped. Raises DoubleFree."""
+        """Free full slots, and the window slots to which they are still mapped. Raises DoubleFree."""
         if not free_index.numel():
             return
         pages = self._pages_of(free_index)
@@ -152,8 +152,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._free_windows(pages)
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """Free the slots of consecutive tokens, as in the base class. Their window pages are looked up in the
-        mapping."""
+        """Free the slots of consecutive tokens, as in the base class. The mapping gives the window pages of these
+        slots."""
         if first_position % self.page_size:
             self.free(slots)
         elif slots.numel():
@@ -162,7 +162,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             self._free_windows(pages)
 
     def free_swa(self, free_index: torch.Tensor) -> None:
-        """Free the window slots of full slots, which must be complete pages. The full slots stay allocated and are no
+        """Free the window slots of full slots. The full slots must be complete pages; they stay allocated and are no
         longer mapped."""
         if not free_index.numel():
             return
@@ -184,8 +184,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return True
 
     def move_window(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
-        """Map full slots `to_slots` to the window slots of `from_slots`, one to one, and unmap `from_slots`. Both are
-        complete pages.
+        """Map full slots `to_slots` to the window slots of `from_slots`, one to one, and unmap `from_slots`.
+        `from_slots` and `to_slots` are complete pages.
 
         Does not wait for the device. Raises InvariantError, on the CPU and in debug mode, if one of `from_slots` is
         unmapped or one of `to_slots` is mapped. Raises ShapeError if `from_slots` and `to_slots` differ in their number
@@ -203,8 +203,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         mapping[from_slots] = 0
 
     def unmap(self, full_slots: torch.Tensor) -> torch.Tensor:
-        """Unmap full slots, complete pages, and return their window slots, which the caller owns until it passes them
-        to `free_unmapped`. Does not wait for the device."""
+        """Unmap full slots, complete pages, and return their window slots. The caller owns the window slots until it
+        passes them to `free_unmapped`. Does not wait for the device."""
         window_slots = self.full_to_swa_index_mapping[full_slots]
         self.full_to_swa_index_mapping[full_slots] = 0
         self._num_unmapped += full_slots.numel()
@@ -323,8 +323,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 ids, firsts = ids[firsts > 0], firsts[firsts > 0]
             pages, window_pages = torch.from_numpy(ids), torch.from_numpy(firsts // self.page_size)
         self.swa_attn_allocator.free_pages_of(window_pages)
-        # torch writes this element, because torch counts writes: the pool reuses its last translation until the count
-        # changes.
+        # Written by torch and not by numpy, because torch counts writes: the pool reuses its last translation until the
+        # count changes.
         self._mapping_by_page[pages] = 0
 
     def _last_window_slots(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -370,8 +370,8 @@ def _pages(lens: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _grown(prefix_lens_cpu: torch.Tensor, seq_lens_cpu: torch.Tensor, extend_num_tokens: int) -> int:
-    """Return the number of new tokens of all sequences. Raises ShapeError if it differs from `extend_num_tokens`, or if
-    a sequence shrinks."""
+    """Return the number of new tokens of all sequences. Raises ShapeError if this number differs from
+    `extend_num_tokens`, or if a sequence shrinks."""
     new_tokens = seq_lens_cpu - prefix_lens_cpu
     if int(new_tokens.sum()) != extend_num_tokens or (new_tokens < 0).any():
         raise ShapeError(f"extend_num_tokens={extend_num_tokens}, but the lengths grow by {new_tokens.tolist()}")

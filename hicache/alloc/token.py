@@ -1,7 +1,8 @@
 """The allocator of single slots: each slot is allocated and freed separately.
 
 On CUDA small allocations are views of a block of 1024 ids copied from the free list, which saves a launch for each
-allocation. The returned tensors share 8 KiB of storage with neighbouring allocations, but none with the free list.
+allocation. The returned tensors share 8 KiB of storage with neighbouring allocations, but share no storage with the
+free list.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from hicache.alloc.base import BaseTokenToKVPoolAllocator, SlotStore
 
 _BLOCK_IDS = 1024
-_SMALL_IDS = 256  # maximum size of an allocation from the block; larger ones are copied separately
+_SMALL_IDS = 256  # an allocation of at most this size is a slice of the block; a larger one is a copy of its own
 
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
@@ -27,8 +28,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> None:
         super().__init__(size, 1, dtype, device, kvcache, need_sort)
         self._blocks = self.device.type == "cuda" and not self._debug
-        # The free list whose front is the rest of the block. If `_free_pages` is another tensor, the block is out of
-        # date.
+        # The free list whose first ids are the rest of the block. If `_free_pages` is another tensor, the block is out
+        # of date.
         self._block_of: torch.Tensor | None = None
         self._block = self._free_pages[:0]
         self._used = 0

@@ -72,12 +72,12 @@ def build_engine(
 ) -> CacheEngine:
     """Build an engine for `model`. Start it before use.
 
-    `model`: the geometry of a model with grouped heads or latent rows, with or without window and recurrent layers,
-    whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of slots.
-    `components`: the caller's component classes, in addition to those of the model.
-    `store`, `remote`: stores of the caller, which replace the stores that `config.disk` and `config.remote` describe.
-    The caller closes them after the engine.
-    `clock`: seconds; hints about next turns expire by it, and write budgets are counted by it.
+    `model`: the geometry of a model with grouped heads or latent rows, with or without window and recurrent layers;
+    this function then builds the pools. Or a pool of another kind (NSA, quantised, …) with one set of slots.
+    `components`: the caller's component classes, in addition to the classes of the model's components. `store`,
+    `remote`: stores of the caller, which replace the stores that `config.disk` and `config.remote` describe. The caller
+    closes these stores after the engine. `clock`: returns seconds, for the deadlines of hints about next turns and for
+    write budgets.
 
     Raises `ConfigError`, `OutOfMemory`, and errors of a store that was made for another model or layout.
     """
@@ -121,7 +121,7 @@ def build_engine(
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     stores = build_stores(config, given, links, metrics, reports_removed=events is not None)
-    with ExitStack() as opened:  # closes the stores if the engine cannot be built, so that none stays locked
+    with ExitStack() as opened:  # closes the stores if the engine cannot be built, so that no store stays locked
         for tier in stores.values():
             opened.callback(tier.close)
         context = EngineContext(
@@ -140,7 +140,7 @@ def _publisher(config: EngineConfig, events: EventLog, metrics: Metrics) -> Even
 def _present(
     config: EngineConfig, model: ModelGeometry | KVCache, components: Sequence[type[CacheComponent]]
 ) -> dict[type[CacheComponent], TreeComponent]:
-    """Return the components of the model and `components`, each with its component of the tree."""
+    """Return the component classes of the model and of `components`, each with its counterpart in the tree."""
     of_model = {kind: kind.tree_component_for(config, model) for kind in (*COMPONENTS, *components)}
     present = {kind: found for kind, found in of_model.items() if found is not None}
     names = [found.name for found in present.values()]
@@ -158,7 +158,8 @@ def _compile(pool: KVCache, table: ReqToTokenPool) -> None:
 
 
 def _register_counters(pool: KVCache, counters: dict[Component, LayerTransferCounter]) -> None:
-    """Register for each layer of the pool the counter of its component, on which the layer waits."""
+    """Register for each layer of the pool the counter of the layer's component. A forward pass waits for loads by this
+    counter."""
     if isinstance(pool, SWAKVPool):
         layers = [pool.layers_mapping[layer_id] for layer_id in pool.layer_ids]
         pool.register_layer_transfer_counter(
@@ -169,7 +170,7 @@ def _register_counters(pool: KVCache, counters: dict[Component, LayerTransferCou
 
 
 def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.device) -> ReqToTokenPool:
-    """The request table, with recurrent states if the model has recurrent layers."""
+    """Return the request table, with recurrent states if the model has recurrent layers."""
     row_len = -(-config.max_context_len // config.page_size) * config.page_size
     state = model.state if isinstance(model, ModelGeometry) else None
     if state is None or not isinstance(model, ModelGeometry):
@@ -252,8 +253,8 @@ def _links(
     watch: HostWatch | None,
     is_exclusive: bool,
 ) -> dict[Component, HostLink]:
-    """Return the connection of each component between device and host. `watch`: is notified when the host stores or
-    evicts full pages. `is_exclusive`: the host evicts first the pages that the device has."""
+    """Return the link of each component between device and host. `watch`: records full pages that the host evicts.
+    `is_exclusive`: the host evicts pages first that the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -279,8 +280,8 @@ def _links(
     links: dict[Component, HostLink] = {}
 
     def left(rows: Rows) -> None:
-        """Evict windows together with their full pages unless the device has the full pages: a window alone is
-        useless."""
+        """Evict windows together with their full pages, because a window without its full page is useless. Windows are
+        not evicted if the device has their full pages."""
         full, windows = links[FULL].pages, links[SWA].pages if SWA in links else None
         assert watch is not None and full is not None
         watch.left(full, rows)
@@ -306,17 +307,16 @@ def _links(
 
 
 def _num_rows(config: EngineConfig, host: HostPagePool, *, has_device_pages: bool) -> int:
-    """Rows of a table for all pages of the host and, if they share it, of the device, and for pages without memory."""
+    """Return the rows of a page table: for all pages of the host, for all pages of the device if `has_device_pages`,
+    and for pages that no tier in memory has."""
     num_rows = host.num_pages + (config.device_tokens // config.cache_page_size if has_device_pages else 0)
     return num_rows + num_rows // 8
 
 
 def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:
-    """Return the caller's pool. Raises ConfigError unless its sizes and dtype equal those of the settings."""
+    """Return the caller's pool. Raises ConfigError unless the sizes and the dtype of the pool equal the settings."""
     if len(pool.slot_spaces) > 1:
-        raise ConfigError(
-            f"{type(pool).__name__} needs to be wired at both its ends; pass the model's ModelGeometry instead"
-        )
+        raise ConfigError(f"{type(pool).__name__} has several sets of slots; pass the model's ModelGeometry instead")
     for name, of_pool, configured in (
         ("device_tokens", pool.size, _full_page_tokens(config)),
         ("page_size", pool.page_size, config.page_size),
@@ -326,14 +326,14 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
     ):
         if of_pool != configured:
             raise ConfigError(
-                f"the pool has {name} {of_pool}, the configuration {configured}; set {name} to the pool's"
+                f"the pool has {name} {of_pool}, the settings have {configured}; set {name} to the value of the pool"
             )
     return pool
 
 
 def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> BaseTokenToKVPoolAllocator:
-    """Return the slot allocator. It chooses slots on the CPU, so that copies know which slots are contiguous; slots of
-    windows are chosen where the full slots are."""
+    """Return the slot allocator. The allocator chooses slots on the CPU, so that copies know which slots are
+    contiguous. For a model with windows, the allocator chooses full slots and window slots on the device."""
     if isinstance(pool, SWAKVPool):
         sizes = (pool.size, pool.size_swa, config.page_size)
         return SWATokenToKVPoolAllocator(*sizes, pool.dtype, device, pool, need_sort=True)
@@ -345,8 +345,8 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
 def build_transfer(
     config: EngineConfig, pool: KVCache | SlotSpace, host: HostPagePool | None, packer: PagePacker | None = None
 ) -> tuple[TransferBackend | None, LayerTransferCounter]:
-    """Return the transfer backend for the pool's device, and the layer counter that it reports to. Without a host tier
-    the backend is None. `packer`: packs the pages of `host`."""
+    """Return the transfer backend for the pool's device, and the layer counter to which the backend reports arrived
+    layers. Without a host tier, the backend is None. `packer`: packs the pages of `host`."""
     layers, on_cuda = pool.layout.layers, pool.device.type == "cuda"
     counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
     if host is None:

@@ -1,11 +1,11 @@
 """Decides which components have packed host pages, and computes the size of packed pages.
 
-    kv_packing=auto   4 bits on CUDA, for full attention and windows whose pools `PagePacker` supports; others stay raw
-    kv_packing=3, 4   everywhere, on a CPU with torch; ConfigError if such a pool cannot be packed
+    kv_packing=auto   4 bits on CUDA, for pools of full attention and windows that `PagePacker` supports; others: raw
+    kv_packing=3, 4   on every device, on a CPU with torch; ConfigError if full attention or windows cannot be packed
 
-States and pools of other dtypes than bfloat16 stay raw: packing would save nothing of the 5 exponent bits of float16.
-Pools also stay raw if they store more than equal rows for each token: values of another size than keys, sparse latent
-attention (NSA), whose index keys are bytes by device page, and labels (DoubleSparse).
+States, and pools of other dtypes than bfloat16, stay raw: the 5 exponent bits of float16 cannot be packed into fewer
+bits. Pools also stay raw if they store more than rows of equal size for each token: values of another size than keys,
+sparse latent attention (NSA), whose index keys are bytes by device page, and labels (DoubleSparse).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def configured_format(config: EngineConfig) -> PackFormat | None:
 
 
 def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_tokens: int) -> PagePacker | None:
-    """Return the packer of a component's host pages; None: they stay raw. Raises ConfigError if the settings request
-    packing and the pages cannot be packed."""
+    """Return the packer of a component's host pages; None if the pages stay raw. Raises ConfigError if the settings
+    request packing and the pages cannot be packed."""
     pack_format = configured_format(config)
     if pack_format is None or name not in (FULL, SWA):
         return None
     layout = space.layout
     try:
         if shared := [spec.name for spec in layout.buffers if spec.per == "page" and layout.device_page_size > 1]:
-            raise ValueError(f"rows of its buffer {shared[0]} belong to several tokens")
+            raise ValueError(f"a row of its buffer {shared[0]} belongs to several tokens")
         buffers = [space.layer_buffers(layer) for layer in layout.layers]
         packer = PagePacker(buffers, page_tokens, kernel_choice(space.device), pack_format)
         if pool_page_bytes(packer) > layout.page_bytes(page_tokens):
@@ -65,8 +65,8 @@ def pool_page_bytes(packer: PagePacker) -> int:
 
 
 def _aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to a power of two that is at most a memory page and costs less than 1/256. With pages at
-    arbitrary multiples of 16 bytes, the copy engine loses 1.5 % of the link's rate."""
+    """Round `num_bytes` up to a multiple of a power of two. The power is at most a memory page, and rounding adds less
+    than 1/256. With pages at arbitrary multiples of 16 bytes, the copy engine loses 1.5 % of the link's rate."""
     alignment = min(1 << max(16, num_bytes // 256).bit_length() - 1, mmap.PAGESIZE)
     return -(-num_bytes // alignment) * alignment
 

@@ -1,6 +1,6 @@
 """Computes sizes that the configuration leaves open from the model and the available memory, before anything is built.
 
-    dtype            the model's or the pool's; bfloat16 if neither has one
+    dtype            the dtype of the model or the pool; bfloat16 if neither has a dtype
     max_context_len  at most the longest sequence that the model's keys allow
     window_tokens    a window for each of max_requests, one prefill chunk, and cached windows; at most device_tokens
     mamba_size       two states for each of max_requests (running and checkpoint), and cached states
@@ -9,9 +9,9 @@
     host_states      cached states
 
 Cached windows and cached states take at most half of the bytes of the KV of full attention on the same tier. There is
-at most one state per page. If the host tier would be below an eighth of the device tier, there is none: it would hold
-too few of the pages that the device evicts. Pinning takes about half a second per GiB, which the limit of 32 GiB
-bounds.
+at most one state per page. If a host tier would be smaller than an eighth of the device tier, the engine has no host
+tier, because it could store too few of the pages that the device evicts. Pinning takes about half a second per GiB; the
+limit of 32 GiB bounds this time.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ STATES_PER_REQUEST = 2
 HOST_RATIO = 2
 MAX_PINNED_BYTES = 32 << 30
 _KV_PER_CACHED = 2  # bytes of full attention per byte of cached windows or states
-_MEMORY_SHARE = 2  # the host tier takes at most 1/2 of the available memory
-_MIN_HOST_SHARE = 8  # there is no host tier if it would be smaller than 1/8 of the device tier
+_MEMORY_SHARE = 2  # divisor: the host tier takes at most 1/2 of the available memory
+_MIN_HOST_SHARE = 8  # divisor: a host tier smaller than 1/8 of the device tier is not created
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes over all layers: of a token in layers that keep all tokens, of a token in window layers, of a recurrent
-    state."""
+    """Bytes over all layers. `full`: bytes of a token in layers that keep all tokens; `window`: bytes of a token in
+    window layers; `state`: bytes of a recurrent state."""
 
     full: int
     window: int = 0
@@ -53,8 +53,8 @@ class RowBytes:
 
 
 def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
-    """Return the bytes that the pools of a model store in `dtype`. If every layer has a window, the first layer keeps
-    all tokens."""
+    """Return the bytes that the pools of a model store for a token or a state, in `dtype`. If every layer has a window,
+    the first layer keeps all tokens."""
     (full_dims, num_full), (window_dims, num_window) = _rows_of(geometry)
     state_bytes = 0
     if (state := geometry.state) is not None:
@@ -68,8 +68,8 @@ def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
 
 
 def host_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> dict[Component, int]:
-    """Return the bytes of a host page of each component of a model, packed if the settings say so, and of a state. The
-    configuration must have a dtype."""
+    """Return the bytes of a host page of each component of a model, packed if the settings request packing, and of a
+    state. The configuration must have a dtype."""
     full, window = _rows_of(geometry)
     found = {FULL: packing.page_bytes(config, *full)}
     if geometry.window_layers and window[1]:
@@ -125,7 +125,7 @@ def window_tokens(config: EngineConfig, window: int, rows: RowBytes) -> int:
 
 
 def mamba_size(config: EngineConfig, rows: RowBytes) -> int:
-    """Recurrent states of the device tier."""
+    """Return the number of recurrent states of the device tier."""
     if config.mamba_size:
         return config.mamba_size
     kv_bytes = config.device_tokens * rows.full
@@ -141,7 +141,8 @@ def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
 
 
 def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:
-    """Return the bytes of the host tier; 0: none. `minimum`: bytes of one page and one padding page of each pool."""
+    """Return the bytes of the host tier; 0: no host tier. `minimum`: bytes of one page and one padding page of each
+    pool."""
     on_cuda = config.device.startswith("cuda")
     if config.host_bytes == "free":
         return free_bytes("host_bytes", max(0, available - (0 if on_cuda else device_bytes)), minimum)
@@ -156,8 +157,8 @@ def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available:
     if auto_bytes >= needed:
         log.info("host_bytes=auto: %d bytes for a device tier of %d, %d available", auto_bytes, device_bytes, available)
         return auto_bytes
-    reason = f"host_bytes=auto finds no room: {available} bytes are available, {_MEMORY_SHARE * needed} more than the "
-    reason += f"reserve of {RESERVE_BYTES} are needed"
+    reason = f"host_bytes=auto finds too little memory: {available} bytes are available, {_MEMORY_SHARE * needed} more "
+    reason += f"than the reserve of {RESERVE_BYTES} are needed"
     if config.disk is not None:
         raise OutOfMemory(
             f"{reason}; the disk tier needs a host tier: free memory, or set host_bytes to at least {minimum}"
@@ -175,10 +176,11 @@ def host_states(config: EngineConfig, total: int, page_bytes: int, state_bytes: 
 
 
 def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states: int | None) -> dict[str, int]:
-    """Return the bytes of each host pool, by component: the configured states, and equally many pages of all other
-    components. The configuration is resolved.
+    """Return the bytes of each host pool, by component: the configured states, and the same number of pages for all
+    other components. The configuration is resolved.
 
-    `page_bytes`: of a page of each pool. `num_states`: recurrent states; None without such a pool.
+    `page_bytes`: the bytes of a page of each pool. `num_states`: the number of recurrent states; None without a pool of
+    states.
     """
     total = config.host_bytes
     assert isinstance(total, int), "the configuration is resolved"

@@ -22,10 +22,10 @@ from hicache.stores.page_format import identity_of, page_filter
 from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
 from hicache.tiers import DISK, REMOTE, Component, Store
 
-# One job is one call to a remote store. The store's client transfers many pages at once, and concurrent calls slow each
-# other down. Pages that arrived before the deadline of a call are used.
+# One job is one call to a remote store. Jobs have many pages, because the store's client transfers many pages at once,
+# and concurrent calls slow each other down. If a call exceeds its deadline, the pages that arrived before are used.
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
-# The scheduler's thread spends the same time on each job, even if its pages are small.
+# The scheduler's thread spends the same time on each job, even on a job of small pages.
 _MAX_DISK_JOB_PAGES, _DISK_JOB_BYTES = 32, 32 << 20
 # One call to a store of this scheme uses the full rate of the link. Several calls hide the latency of stores like S3.
 _ONE_READER = "mooncake://"
@@ -34,8 +34,9 @@ _MAX_REMOTE_BACKOFF_S = 30.0  # short, so that a restarted server is soon used a
 
 
 class _HostPages:
-    """The host pages of all components, as the stores see them. `formats`: one for each page size; if components share
-    a size, that of the first. `num_bytes`: of all pages. `largest_bytes`: of the largest page."""
+    """The host pages of all components, as the stores see them. `formats`: one format for each page size; if components
+    share a size, the format of the first component. `num_bytes`: bytes of all pages. `largest_bytes`: bytes of the
+    largest page."""
 
     def __init__(self, config: EngineConfig, links: Mapping[Component, HostLink]) -> None:
         self.hosts = [link.host for link in links.values() if link.host is not None]

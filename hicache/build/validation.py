@@ -24,7 +24,7 @@ def require_usable(config: EngineConfig) -> None:
     """Raise if no engine can be built from `config`, whatever its model: `ConfigError`, or `StoreError` for a store
     that has no client."""
     with allocation_region(config.enable_memory_saver), custom_pool_region(device_named(config.device)):
-        pass  # raises if the packages are not installed
+        pass  # entering the regions raises if their packages are not installed
     rank_policy(config.eviction_policy)
     rank_policy(config.host_order, "host_eviction_policy")
     if config.write_policy != "auto":
@@ -45,8 +45,8 @@ def require_usable(config: EngineConfig) -> None:
 
 
 def device_named(name: str | torch.device) -> torch.device:
-    """Return the device with its index. Raises `ConfigError` unless torch has the device and engines support its
-    kind."""
+    """Return the device with its index. Raises `ConfigError` unless torch has the device and engines support devices of
+    its type."""
     try:
         device = torch.device(name)
     except RuntimeError:

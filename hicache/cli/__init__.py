@@ -1,5 +1,5 @@
 """The command line: `hicache demo`, `serve`, `chat`, `top`, `plan`, `store`, `replay`, `bench`, `doctor`,
-`vllm-config`, `config`.
+`vllm-config`, `sglang-config`, `config`.
 
 An error is printed as one line on stderr, and sets the exit status.
 
@@ -119,8 +119,8 @@ _COMMANDS = {
     "top": _Command(
         "hicache.monitoring.top",
         "live figures of a running server in the terminal",
-        "Show usage and hit rates of the tiers of a running 'hicache serve', or of a vLLM with hicache, its tokens, "
-        "transfers, requests and faults, once per second. Ctrl-C ends it.",
+        "Show usage and hit rates of the tiers of a running 'hicache serve', or of a vLLM or SGLang with hicache, its "
+        "tokens, transfers, requests and faults, once per second. Ctrl-C ends it.",
     ),
     "store": _Command(
         "hicache.store_command",
@@ -151,6 +151,15 @@ _COMMANDS = {
         examples=(
             "hicache vllm-config --cpu 64GB --chunk-blocks 4 --disk /nvme:500GB",
             'vllm serve MODEL --kv-transfer-config "$(hicache vllm-config --cpu 64GB --chunk-blocks 4)"',
+        ),
+    ),
+    "sglang-config": _Command(
+        "hicache.integrations.sglang.backend_config",
+        "the JSON of SGLang's flag for a disk",
+        "Print the value of SGLang's flag --hicache-storage-backend-extra-config for a disk of hicache.",
+        examples=(
+            "hicache sglang-config --disk /nvme:500GB",
+            'sglang serve ... --hicache-storage-backend-extra-config "$(hicache sglang-config --disk /nvme:500GB)"',
         ),
     ),
     "config": _Command(

@@ -45,7 +45,7 @@ Free = Literal["free"]
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MAX_SLOTS = 1 << 30
 _MAX_PAGE_TOKENS = 1 << 20
-EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # accepted prefixes of a kv_events address
+EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # accepted prefixes of the address kv_events
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,40 @@ class AdvancedConfig:
     """Internal settings, which have no flags. The defaults suit the machines in `bench/results/`; change them only for
     measurements."""
 
-    transfer_chunk_tokens: Annotated[int, Tokens("maximum size of one copy from device to host")] = 8192
+    transfer_chunk_tokens: Annotated[int, Tokens("maximum number of tokens of one copy from device to host")] = 8192
     staging_bytes: Annotated[
         int, Size("device memory that buffers copied pages between copy engine and kernels", 1 << 16)
     ] = 256 << 20
     disk_reader_threads: Annotated[int, Integer("threads that read from the disk", 1, 256, unit="threads")] = 4
-    disk_queue_jobs: Annotated[int, Integer("maximum number of queued reads, and of writes", 1, unit="jobs")] = 1024
+    disk_queue_jobs: Annotated[
+        int, Integer("maximum number of queued read jobs, and of queued write jobs", 1, unit="jobs")
+    ] = 1024
     disk_io_timeout_s: Annotated[
         float,
         Number(
-            "maximum duration of a disk operation; a longer one marks the disk as stalled", 1e-3, MAX_S, unit="seconds"
+            "maximum duration of a disk operation; after this time the disk counts as stalled",
+            1e-3,
+            MAX_S,
+            unit="seconds",
         ),
     ] = 10.0
     disk_reopen_backoff_s: Annotated[
-        float, Number("delay before a failed disk is tried again; doubles per failure", 1e-3, MAX_S, unit="seconds")
+        float,
+        Number(
+            "delay before hicache retries a failed disk; the delay doubles after each failure",
+            1e-3,
+            MAX_S,
+            unit="seconds",
+        ),
     ] = 1.0
     disk_max_reopen_backoff_s: Annotated[
-        float, Number("maximum of disk_reopen_backoff_s", 1e-3, MAX_S, unit="seconds")
+        float, Number("maximum delay before hicache retries a failed disk", 1e-3, MAX_S, unit="seconds")
     ] = 300.0
     kv_events_queue_blocks: Annotated[
-        int, Integer("maximum blocks of queued KV events; further events are dropped and counted", 1, unit="blocks")
+        int,
+        Integer(
+            "maximum number of blocks in queued KV events; further events are dropped and counted", 1, unit="blocks"
+        ),
     ] = 65536
 
     def __post_init__(self) -> None:
@@ -98,18 +112,18 @@ class AdvancedConfig:
 
 
 def default_write_policy(*, has_stores: bool) -> str:
-    """Return the write policy of an engine for which none is given.
+    """Return the write policy of an engine for which no policy is given.
 
-    Without stores it is `exclusive`: device and host hold different pages. With stores it is `write_through`, so that
-    the stores, which other engines may share, soon have the pages that a request computed.
+    Without stores, the policy is `exclusive`: device and host hold different pages. With stores, the policy is
+    `write_through`, so that the stores, which other engines may share, soon have the pages that a request computed.
     """
     return "write_through" if has_stores else "exclusive"
 
 
 def host_order(eviction_policy: str, write_policy: str) -> str:
-    """Return the eviction policy of the host if none is given: that of the device, except for `auto` under `exclusive`.
-    Under `exclusive`, the host mainly has pages that the device evicted. The policy `auto` of the device has already
-    ranked these pages by their uses, so the host's policy is `lru`."""
+    """Return the eviction policy of the host if no policy is given: the policy of the device, except for `auto` under
+    `exclusive`. Under `exclusive`, the host mainly has pages that the device evicted. The policy `auto` of the device
+    has already ranked these pages by their uses, so the host's policy is `lru`."""
     return "lru" if (write_policy, eviction_policy) == ("exclusive", "auto") else eviction_policy
 
 
@@ -117,9 +131,9 @@ def host_order(eviction_policy: str, write_policy: str) -> str:
 class EngineConfig:
     """Sizes and policies of one engine.
 
-    Sizes that are "auto", or 0 if 0 means auto, are computed by `hicache.build.sizing` when an engine is built. The
-    device page `page_size` divides `host_page_size`, the unit of matching, backup and disk. `window_tokens` applies to
-    models with sliding windows, `mamba_*` and `host_states` to models with recurrent layers.
+    `hicache.build.sizing` computes sizes that are "auto", or 0 if 0 means auto, when an engine is built. The device
+    page `page_size` divides `host_page_size`, the unit of matching, backup and disk. `window_tokens` applies to models
+    with sliding windows, `mamba_*` and `host_states` to models with recurrent layers.
     """
 
     device_tokens: Annotated[int, Tokens("slots of the device tier")]
@@ -128,20 +142,23 @@ class EngineConfig:
         Size(
             "CPU memory of the host tier, like 8GiB; free: seven eighths of the free memory; 0: no host tier",
             keyword="free",
-            computed_from="the least of: twice the device tier, half of the available memory, and (on CUDA) 32 GiB",
+            computed_from="the smallest of twice the device tier, half of the available memory and, on CUDA, 32 GiB",
         ),
     ] = "auto"
-    page_size: Annotated[int, Tokens("tokens of a device page, a divisor of host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
+    page_size: Annotated[int, Tokens("tokens per device page; must divide host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
     host_page_size: Annotated[
-        int, Tokens("tokens of a host page: unit of matching, backup, disk", 1, _MAX_PAGE_TOKENS)
+        int,
+        Tokens(
+            "tokens per host page, the unit in which prefixes are matched, backed up and stored", 1, _MAX_PAGE_TOKENS
+        ),
     ] = 64
     max_requests: Annotated[
         int,
         Integer("maximum number of requests that run at the same time", 1, 1 << 20, unit="requests", has_flag=False),
     ] = 64
-    max_context_len: Annotated[int, Tokens("maximum length of a sequence, prompt and answer")] = 131072
+    max_context_len: Annotated[int, Tokens("maximum length of a sequence: prompt and answer together")] = 131072
     prefill_chunk_tokens: Annotated[
-        int, Tokens("maximum prompt tokens of one forward pass; window_tokens is computed from it", has_flag=False)
+        int, Tokens("maximum number of prompt tokens of one forward pass", has_flag=False)
     ] = 8192
     device: Annotated[str, Text("cpu, cuda or cuda:1")] = "cpu"
     dtype: Annotated[str, Choice("dtype of keys and values", ("auto", *_DTYPES), computed_from="the model's dtype")] = (
@@ -150,54 +167,67 @@ class EngineConfig:
     enable_memory_saver: Annotated[
         bool,
         Switch(
-            "allocate pools and request table in the region kv_cache of torch_memory_saver, so that they can be paused",
+            "allocate pools and request table in the region kv_cache of torch_memory_saver, so that a program can "
+            "pause this memory",
             has_flag=False,
         ),
     ] = False
     kv_packing: Annotated[
         KvPacking,
         Packing(
-            "lossless packing of bfloat16 host pages, saves a quarter of their bytes; 3 or 4: bits per exponent; auto: "
-            "4 on CUDA",
+            "lossless packing of bfloat16 host pages, which saves a quarter of their bytes; 3 or 4: bits per "
+            "exponent; auto: 4 on CUDA if the pages can be packed, otherwise off",
             get_args(KvPacking),
         ),
     ] = "auto"
     write_policy: Annotated[
         str,
         Text(
-            "when pages are backed up to the host: write_through, write_back, exclusive",
+            "when pages are copied to the host: write_through, write_back, exclusive",
             computed_from="the tiers: exclusive if the host has no store below it, else write_through",
         ),
     ] = "auto"
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(
-            "whether requests wait for stores; auto: a request waits if computing would delay all requests together "
-            "more; a request that delays no other request is computed while its pages are read",
+            "whether a request waits for reads from stores; auto: it waits if the wait costs all requests less time "
+            "than computing; a request that delays no other request is computed while its pages are read",
             get_args(PrefetchMode),
         ),
     ] = "auto"
     prefetch_timeout_s: Annotated[
-        float, Number("maximum wait under prefetch_mode=timeout", 0, MAX_S, unit="seconds", has_flag=False)
+        float,
+        Number(
+            "maximum time that a request waits for reads if prefetch_mode is timeout",
+            0,
+            MAX_S,
+            unit="seconds",
+            has_flag=False,
+        ),
     ] = 1.0
     prefetch_host_share: Annotated[
         float,
-        Share("maximum share of host pages that prefetches of requests not admitted yet may claim", has_flag=False),
+        Share(
+            "maximum share of the host's pages that prefetches may claim for requests that are not admitted yet",
+            has_flag=False,
+        ),
     ] = 0.5
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "prefill speed, to compare the time of loads and waits with that of recomputation; 0: always load",
+            "prefill speed in tokens per second, with which loading is compared with computing; 0: always load",
             unit="tokens/second",
-            computed_from="passes that are timed while serving",
+            computed_from="the measured time of passes while serving",
         ),
     ] = "auto"
-    eviction_policy: Annotated[str, Text("eviction order: auto, lru, lfu, fifo, mru, filo, priority, slru")] = "auto"
+    eviction_policy: Annotated[
+        str, Text("eviction order of the device: auto, lru, lfu, fifo, mru, filo, priority, slru")
+    ] = "auto"
     host_eviction_policy: Annotated[
         str,
         Text(
-            "eviction order of the host; empty: as eviction_policy, except lru if that is auto and write_policy is "
-            "exclusive",
+            "eviction order of the host; empty: the value of eviction_policy, but lru if that value is auto and "
+            "write_policy is exclusive",
             has_flag=False,
         ),
     ] = ""
@@ -214,39 +244,53 @@ class EngineConfig:
     mamba_size: Annotated[
         int,
         Integer(
-            "recurrent states on the device; 0: auto",
+            "maximum number of recurrent states on the device; 0: auto",
             0,
             MAX_SLOTS,
             unit="states",
-            computed_from="max_requests, device_tokens, the bytes of a state and of KV",
+            computed_from="max_requests, device_tokens, the bytes of a state, the bytes of keys and values per token",
             auto=0,
             has_flag=False,
         ),
     ] = 0
     mamba_chunk_tokens: Annotated[
-        int, Tokens("recurrent states within a prompt are kept only at multiples of this length", has_flag=False)
+        int, Tokens("recurrent states within a prompt are stored only at multiples of this length", has_flag=False)
     ] = 64
     mamba_prefill_interval: Annotated[
-        int, Tokens("recurrent states are kept at 1, 2, 4, ... times this prompt length; 0: off", 0, has_flag=False)
+        int,
+        Tokens(
+            "recurrent states are stored at 1, 2, 4, ... times this number of prompt tokens; 0: at none of these "
+            "positions",
+            0,
+            has_flag=False,
+        ),
     ] = 256
-    mamba_track_interval: Annotated[int, Tokens("decoded tokens between two kept states", has_flag=False)] = 256
+    mamba_track_interval: Annotated[
+        int, Tokens("number of decoded tokens between two stored recurrent states", has_flag=False)
+    ] = 256
     host_states: Annotated[
         int,
         Integer(
-            "recurrent states on the host, part of host_bytes; 0: auto",
+            "maximum number of recurrent states on the host; their memory is part of host_bytes; 0: auto",
             0,
             MAX_SLOTS,
             unit="states",
-            computed_from="host_bytes, the bytes of a state and of a host page",
+            computed_from="host_bytes, the bytes of a state, the bytes of a host page",
             auto=0,
             has_flag=False,
         ),
     ] = 0
-    model_id: Annotated[str, Text("name or digest of the weights, part of every page key", has_flag=False)] = ""
+    model_id: Annotated[str, Text("name or digest of the weights, which is part of every page key", has_flag=False)] = (
+        ""
+    )
     model_name: Annotated[str, Text("name of the model, which `hicache store stat` shows", has_flag=False)] = ""
     salt: Annotated[str, Text("text that is part of every page key: only engines with the same salt share pages")] = ""
     kv_events: Annotated[
-        str, Address("address of KV events: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: none", EVENTS)
+        str,
+        Address(
+            "address to which KV events are sent: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: no events",
+            EVENTS,
+        ),
     ] = ""
     kv_events_topic: Annotated[str, Text("ZeroMQ topic of KV events")] = ""
     kv_events_replay: Annotated[
@@ -288,13 +332,13 @@ class EngineConfig:
 
     @property
     def cache_page_size(self) -> int:
-        """The number of tokens of a page of the tree: that of the host page if there is a host tier, else that of the
-        device page."""
+        """The number of tokens of a page of the tree: `host_page_size` if there is a host tier, else `page_size`."""
         return self.host_page_size if self.has_host else self.page_size
 
     @property
     def has_host(self) -> bool:
-        """Return whether there is a host tier. With "auto": whether there is one if memory allows."""
+        """Return whether the engine has a host tier. With "auto", the result is True, but a built engine has no host
+        tier if memory is too small."""
         return self.host_bytes != 0
 
     @property
@@ -311,8 +355,8 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the torch dtype of `dtype`. Raises `ConfigError` if it is "auto"; the configuration of a built engine
-        never is."""
+        """Return the torch dtype of `dtype`. Raises `ConfigError` if `dtype` is "auto"; a built engine has no such
+        configuration."""
         if self.dtype == "auto":
             raise ConfigError(f"dtype=auto follows the model; set dtype to one of {', '.join(_DTYPES)}")
         return dtype_named(self.dtype)
@@ -325,7 +369,8 @@ class EngineConfig:
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser, title: str = "settings") -> None:
-        """Add `--config FILE`, and a flag for each setting that has one: `--device-tokens`, `--disk-path`.
+        """Add the flag `--config FILE`, and the flags of all settings that have a flag, like `--device-tokens` and
+        `--disk-path`.
 
         A setting whose flag is not given has the value of the file, or the default.
         """

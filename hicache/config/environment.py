@@ -18,9 +18,11 @@ Kernels = Literal["triton", "torch"]
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable. `names`: hicache's, then SGLang's with the same meaning; the first non-empty one counts.
+    """An environment variable. `names`: hicache's name, then SGLang's name with the same meaning; the first variable
+    that is not empty counts.
 
-    `words`: the accepted values, ignoring case; empty: any text. `default`: text that describes the behaviour if unset.
+    `words`: the accepted values, ignoring case; empty: any text. `default`: text that describes the behaviour if the
+    variable is not set.
     """
 
     names: tuple[str, ...]
@@ -45,13 +47,13 @@ KERNELS = Variable(
 )
 MAMBA_SSM_DTYPE = Variable(
     ("HICACHE_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"),
-    "dtype of recurrent (SSM) states if the model gives none",
+    "dtype of recurrent (SSM) states if the model specifies no dtype",
     "float32",
     ("float32", "bfloat16", "float16"),
 )
 CUSTOM_MEM_POOL = Variable(
     ("HICACHE_CUSTOM_MEM_POOL", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
-    "allocator of GPU memory for pools; true means nvlink",
+    "allocator of GPU memory for pools; true is another name of nvlink",
     "torch's allocator",
     ("nvlink", "true"),
 )
@@ -66,7 +68,8 @@ API_KEY = Variable(
 )
 CACHE_HOME = Variable(
     ("XDG_CACHE_HOME",),
-    "folder of caches; its hicache/models has unpacked models, its hicache/digests has digests of weights",
+    "folder of caches; hicache stores unpacked models in its subfolder hicache/models, and digests of weights in "
+    "hicache/digests",
     "~/.cache",
 )
 VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY, CACHE_HOME)
@@ -85,22 +88,22 @@ def kernel_choice(device: torch.device) -> Kernels:
 
 
 def mamba_ssm_dtype() -> torch.dtype:
-    """Return the dtype of temporal states if none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
+    """Return the dtype of temporal states if the model gives no dtype: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
     return dtype_named(MAMBA_SSM_DTYPE.read()[0] or MAMBA_SSM_DTYPE.default)
 
 
 def custom_mem_pool() -> Literal["nvlink"] | None:
-    """Return the allocator of GPU memory for pools; None: torch's."""
+    """Return the allocator of GPU memory for pools; None: torch's allocator."""
     return "nvlink" if CUSTOM_MEM_POOL.read()[0] else None
 
 
 def disk_key() -> bytes:
-    """Return the value of `HICACHE_DISK_KEY`; empty if unset. Never print it."""
+    """Return the value of `HICACHE_DISK_KEY`; empty if it is not set. The caller must never print the key."""
     return os.fsencode(DISK_KEY.read()[0])
 
 
 def api_keys() -> tuple[str, ...]:
-    """Return the keys of `HICACHE_API_KEY`; none if unset. Never print them."""
+    """Return the keys of `HICACHE_API_KEY`; no key if it is not set. The caller must never print the keys."""
     return tuple(filter(None, API_KEY.read()[0].split(",")))
 
 

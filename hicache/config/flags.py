@@ -14,16 +14,16 @@ from hicache.errors import ConfigError
 
 
 class Layer(NamedTuple):
-    """Values of settings from one source; values of a section are a mapping. `source`: name of the source; empty: the
-    source is the command line, and each value came from the flag of its setting."""
+    """Values of settings from one source; values of a section are a mapping. `source`: name of the source; empty if the
+    source is the command line, where each value is given by the flag of its setting."""
 
     values: Mapping[Any, Any]
     source: str = ""
 
 
 def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """Merge layers; later ones override earlier ones, in a section value by value. Returns the values, and the source
-    of each by `name` or `section.name`."""
+    """Merge layers. Later layers override earlier layers; in a section, each value is overridden separately. Returns
+    the values, and the source of each value by `name` or `section.name`."""
     values: dict[Any, Any] = {}
     sources: dict[str, str] = {}
     for layer in layers:
@@ -58,8 +58,8 @@ def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
 
 
 def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None:
-    """Add a flag for each setting of the dataclass `cls` that has one: `--NAME` or `--SECTION-NAME`. Values stay
-    text."""
+    """Add the flags of all settings of the dataclass `cls` that have a flag: `--NAME` or `--SECTION-NAME`. The values
+    of flags stay text."""
     defaults = {item.name: item.default for item in dataclasses.fields(cls)}
     for name, setting in _with_flags(cls).items():
         details = [setting.detail] if setting.detail else []

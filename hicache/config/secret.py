@@ -16,14 +16,15 @@ _HEX_DIGITS = 2 * KEY_BYTES
 
 
 def cipher_of(config: DiskConfig | RemoteConfig) -> PageCipher | None:
-    """Return the configured cipher; None: pages are not encrypted. Raises ConfigError for an unreadable key or two
-    keys."""
+    """Return the configured cipher; None: pages are not encrypted. Raises ConfigError if the key is unreadable, or if
+    two keys are given."""
     key = key_of(config)
     return PageCipher(key) if key else None
 
 
 def key_of(config: DiskConfig | RemoteConfig) -> bytes:
-    """Return the configured key; b"": pages are not encrypted. Raises ConfigError for an unreadable key or two keys."""
+    """Return the configured key; b"": pages are not encrypted. Raises ConfigError if the key is unreadable, or if two
+    keys are given."""
     tier = "disk" if isinstance(config, DiskConfig) else "remote"
     key = disk_key()
     if key and config.key_file:

@@ -45,10 +45,10 @@ def short_repr(value: object) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. `help`: its purpose. `unit`: what its number counts.
+    """One setting. `help`: the purpose of the setting. `unit`: the unit of its number.
 
-    `computed_from`: the inputs from which the engine computes the value if it is `auto`; empty: it is never computed.
-    `has_flag`: whether it has a command-line flag; the file of `--config` accepts every setting.
+    `computed_from`: the inputs from which the engine computes a value of `auto`; empty: the value is never computed.
+    `has_flag`: whether the setting has a command-line flag; the file of `--config` accepts every setting.
     """
 
     help: str
@@ -58,7 +58,7 @@ class Setting:
     has_flag: bool = field(default=True, kw_only=True)
 
     def take(self, given: object, name: str = "") -> Any:
-        """Convert and check `given`. Raises `ConfigError` with `name` and the reason if it is not accepted."""
+        """Convert and check `given`. Raises `ConfigError` with `name` and the reason if `given` is not accepted."""
         if self.computed_from and isinstance(given, str) and given == "auto":
             return self.auto
         try:
@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def detail(self) -> str:
-        """The choices of the setting for its help text; empty if it has none."""
+        """The choices of the setting for its help text; empty if the setting has no choices."""
         return ""
 
     @property
@@ -131,10 +131,12 @@ class Integer(Setting):
 @dataclass(frozen=True)
 class Size(Integer):
     """Bytes: an integer, or text such as 512MiB, 2GB or 1.5k; decimal units (KB) and binary units (KiB, or K alone).
-    `keyword`: a word that is accepted instead of a number and kept unchanged; empty: none."""
+    `keyword`: a word that is accepted instead of a number and kept unchanged; empty: no word. `needs_unit`: text
+    without a unit is refused unless it is 0."""
 
     unit: str = field(default="bytes", kw_only=True)
     keyword: str = field(default="", kw_only=True)
+    needs_unit: bool = field(default=False, kw_only=True)
 
     def text(self, value: object) -> str:
         if isinstance(value, int) and not self.is_auto(value):
@@ -142,7 +144,12 @@ class Size(Integer):
         return self.keyword if value == self.keyword else super().text(value)
 
     def _value(self, given: object) -> Any:
-        return given if self.keyword and given == self.keyword else super()._value(given)
+        if self.keyword and given == self.keyword:
+            return given
+        value = super()._value(given)
+        if self.needs_unit and value and isinstance(given, str) and given.strip()[-1].isdigit():
+            raise self._refused(given, f"has no unit: write {value}GB, or {value}B for bytes")
+        return value
 
     def _bound(self, value: int) -> str:
         return sized(value).partition(" (")[0]
@@ -211,7 +218,7 @@ class Text(Setting):
 
 @dataclass(frozen=True)
 class Url(Text):
-    """A URL. User name and password are hidden in output, also a password that contains an unescaped "/" or "@"."""
+    """A URL. User name and password are hidden in output, even if the password contains an unescaped "/" or "@"."""
 
     metavar = "URL"
 
@@ -246,7 +253,7 @@ class FilePath(Setting):
 
 @dataclass(frozen=True)
 class Address(Text):
-    """Empty text, or text that begins with one of `schemes` and continues after it."""
+    """An address: empty text, or text that begins with one of `schemes` and has an address after the scheme."""
 
     metavar = "ADDRESS"
     schemes: tuple[str, ...] = ()
@@ -260,7 +267,7 @@ class Address(Text):
 
 @dataclass(frozen=True)
 class Choice(Setting):
-    """One of `words`."""
+    """A setting whose value is one of `words`."""
 
     metavar = "WORD"
     words: tuple[str, ...]
@@ -277,7 +284,7 @@ class Choice(Setting):
 
 @dataclass(frozen=True)
 class Packing(Choice):
-    """A `Choice` whose words YAML may parse as other types: off as false, 4 as a number."""
+    """A `Choice` whose words YAML may parse as values of other types: off as false, 4 as a number."""
 
     def _value(self, given: object) -> Any:
         if given is False:
@@ -299,13 +306,13 @@ def _settings_of(cls: type) -> Mapping[str, Setting]:
 
 
 def settle(config: object, prefix: str = "") -> None:
-    """Validate and convert every setting of a frozen dataclass. Call it in `__post_init__`."""
+    """Validate and convert every setting of a frozen dataclass. Call this function in `__post_init__`."""
     for name, setting in settings_of(type(config)).items():
         object.__setattr__(config, name, setting.take(vars(config)[name], f"{prefix}{name}"))
 
 
 def as_mapping(values: object, name: str) -> Mapping[Any, Any]:
-    """Return `values` as a mapping. Raises `ConfigError` if they are not a mapping; `name` is named in its message."""
+    """Return `values` as a mapping. Raises `ConfigError` with `name` if `values` are not a mapping."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} is not a mapping of names to values but {short_repr(values)}")
     return values

@@ -36,18 +36,19 @@ DURABILITY = Choice(
 )
 LEVEL = Integer("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
 TRANSPORT = Choice(
-    "where the store runs: process: in a process of its own; inline: in threads of the engine's process",
+    "process: the store runs in its own process; inline: the store runs in threads of the engine's process",
     get_args(Transport),
     has_flag=False,
 )
 KEY_FILE = FilePath(
-    "file with the encryption key: 32 bytes, 64 hex digits or base64; empty: the variable HICACHE_DISK_KEY, if set"
+    "file with the encryption key: 32 bytes, 64 hex digits or base64; empty: the key is in the environment variable "
+    "HICACHE_DISK_KEY, or pages are not encrypted"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """The disk tier.
+    """The settings of the disk tier.
 
     `path`: a directory with one store for each model, dtype and layout; or unix:/path/of/socket of a store that
     `hicache store serve` serves to several engines with its own settings. `budget_bytes`: limit of the files of all
@@ -64,7 +65,7 @@ class DiskConfig:
     write_budget: Annotated[
         int | Auto,
         Size(
-            "maximum mean bytes written per second, like 40MB; a burst may write the bytes of 30 seconds",
+            "maximum mean number of bytes written per second, like 40MB; a burst may write the budget of 30 seconds",
             1,
             computed_from="half of the measured write rate of the store",
         ),
@@ -79,7 +80,7 @@ class DiskConfig:
 
     @property
     def write_bytes_per_s(self) -> float:
-        """The write budget in bytes per second; 0: half of the measured rate."""
+        """The write budget in bytes per second; 0: the budget is half of the measured rate."""
         return 0 if self.write_budget == "auto" else self.write_budget
 
     @property
@@ -96,11 +97,12 @@ class RemoteConfig:
     """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to the disk
     and to the remote tier. A prefetch reads from the remote tier the pages that the disk does not have."""
 
-    url: Annotated[str, Url("the store, like mooncake://host:50051 or s3://bucket/prefix")]
+    url: Annotated[str, Url("URL of the remote store, like mooncake://host:50051 or s3://bucket/prefix")]
     backup: Annotated[
         Backup,
         Choice(
-            "all: pages are copied to the store; none: pages are only read, for ranks with the KV of another rank",
+            "all: pages are written to the remote store; none: the engine only reads the remote store, for ranks whose "
+            "KV another rank writes",
             get_args(Backup),
             has_flag=False,
         ),
@@ -108,7 +110,7 @@ class RemoteConfig:
     reader_threads: Annotated[
         int,
         Integer(
-            "threads that read from the store; 0: auto",
+            "threads that read from the remote store; 0: auto",
             0,
             256,
             unit="threads",
@@ -120,7 +122,7 @@ class RemoteConfig:
     io_timeout_s: Annotated[
         float,
         Number(
-            "maximum duration of an operation; a longer one marks the store as stalled",
+            "maximum duration of an operation; after this time the remote store counts as stalled",
             1e-3,
             MAX_S,
             unit="seconds",
@@ -141,15 +143,17 @@ class RemoteConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStoreConfig:
-    """The remote store of a machine's shared store. The store process copies pages from the disk to it, and writes
-    pages that are read from it to the disk."""
+    """The remote store below the shared store of a machine. The store process copies pages from the disk to the remote
+    store, and writes pages that it reads from the remote store to the disk."""
 
-    url: Annotated[str, Url("the store, like mooncake://host:50051, s3://bucket/prefix or dir:///mnt/shared/kv")]
+    url: Annotated[
+        str, Url("URL of the remote store, like mooncake://host:50051, s3://bucket/prefix or dir:///mnt/shared/kv")
+    ]
     backup: Annotated[
         Copies,
         Choice(
-            "copied pages: used: pages that a request used again, and pages of prompts that take longer than a second "
-            "to compute; all: every page; none: the remote store is only read",
+            "pages that are copied to the remote store: used: pages that a request used again, and pages of prompts "
+            "that take longer than a second to compute; all: every page; none: no page",
             get_args(Copies),
         ),
     ] = "used"

@@ -1,4 +1,4 @@
-"""Tier 1: the tensors of attention state on the device, and the table from requests to their slots."""
+"""Tier 1: the tensors of KV and recurrent states on the device, and the table that maps requests to slots."""
 
 from hicache.device.ascend import AscendMLAPagedTokenToKVPool, AscendTokenToKVPool
 from hicache.device.base import KVCache, LayerWaiter, SlotSpace

@@ -1,6 +1,8 @@
-"""Device pools for Ascend NPUs, with MHA or MLA in page-major order. An operation of `torch_npu` writes the tensors.
+"""Device pools for Ascend NPUs, with rows of MHA or MLA in page-major order. An operation of `torch_npu` writes the
+rows.
 
-Without an NPU, the kernels of the other pools store the same bytes. This is the only module that uses `torch_npu`.
+Without an NPU, the kernels of the other device pools write the same bytes. This is the only module that uses
+`torch_npu`.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ except ImportError:
 
 
 def npu_operations(device: torch.device) -> ModuleType | None:
-    """Return the vendor's operations if `device` can run them, otherwise None."""
+    """Return the module `torch_npu` if `device` is an NPU that can run its operations, otherwise None."""
     npu: ModuleType | None = torch_npu if device.type == "npu" else None
     return npu
 
 
 class _NpuPool(RowPool):
-    """A pool of complete pages, which the vendor's operations can write."""
+    """A pool whose size is a number of complete pages, so that operations of `torch_npu` can write it."""
 
     @property
     def num_slots(self) -> int:
@@ -46,8 +48,8 @@ class _NpuPool(RowPool):
 
 
 class AscendTokenToKVPool(_NpuPool):
-    """A pool for multi-head attention whose `kv_buffer` is `[2, layers, pages, page_size, head_num, head_dim]`: keys,
-    then values; zero-filled, in `store_dtype`.
+    """A pool for multi-head attention. `kv_buffer`: `[2, layers, pages, page_size, head_num, head_dim]`, first keys,
+    then values, zero-filled, in `store_dtype`.
 
     The getters return a layer's pages, `[pages, page_size, head_num, head_dim]`; slot s is token s % page_size of page
     s // page_size.
@@ -67,8 +69,8 @@ class AscendTokenToKVPool(_NpuPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """Raise ConfigError if `v_head_dim` differs from `head_dim`, because keys and values share a tensor, and
-        OutOfMemory that names `device_tokens`."""
+        """Raise ConfigError if `v_head_dim` differs from `head_dim`, because keys and values share a tensor. Raise
+        OutOfMemory, with a message that names `device_tokens`, if the pool does not fit."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim)
         if v_head_dim not in (None, head_dim):
@@ -110,7 +112,8 @@ class AscendTokenToKVPool(_NpuPool):
 class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
     """A pool for MLA whose `kv_buffer` is `[layers, pages, page_size, rank + rope]`.
 
-    The getters return a layer's pages, `[pages, page_size, rank + rope]`, and their first `rank` columns.
+    `get_key_buffer` returns a layer's pages, `[pages, page_size, rank + rope]`. `get_value_buffer` returns their first
+    `rank` columns.
     """
 
     def _arrange(self, latent: torch.Tensor) -> torch.Tensor:
@@ -134,7 +137,7 @@ class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
             self._cache_rows(self._npu, index, loc, torch.cat((nope, rope), dim=-1))
 
     def _cache_rows(self, npu: ModuleType, index: int, loc: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store rows `[tokens, 1, rank + rope]` with the vendor's operation for one cache tensor."""
+        """Store rows `[tokens, 1, rank + rope]` with the operation of `torch_npu` for a single cache tensor."""
         npu._npu_reshape_and_cache_siso(
             key=rows.contiguous(), key_cache=self.kv_buffer[index].unsqueeze(2), slot_indices=loc.to(torch.int32)
         )

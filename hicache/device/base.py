@@ -53,12 +53,12 @@ class SlotRows(Protocol):
 
 @dataclass(frozen=True)
 class SlotSpace:
-    """The rows of a pool that one set of slots addresses; host pool, transfer engine and codec use a pool through this
-    interface.
+    """The rows of a pool that one set of slots addresses. Host pool, transfer engine and codec access a pool through
+    its slot spaces.
 
     `name`: the component that the slots belong to. `layer_buffers(layer_id)` returns `[num_slots, ...row]` tensors in
-    the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one space. If a pool has several, each is
-    transferred separately, with its own slots.
+    the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one slot space. If a pool has several
+    slot spaces, each one is transferred separately, with its own slots.
     """
 
     name: str
@@ -89,8 +89,8 @@ def rows_to_cpu(layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -
 
 
 def rows_from_cpu(copy: CpuCopy, layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> None:
-    """Write rows that `rows_to_cpu` returned to rows `indices`. Raises ShapeError if the numbers of rows differ. Waits
-    for the device."""
+    """Write the rows of a copy that `rows_to_cpu` returned to the rows `indices`. Raises ShapeError if the copy has
+    another number of rows than `indices`. Waits for the device."""
     parts = indices.split(COPY_CHUNK_TOKENS)
     if len(copy) != len(layers):
         raise ShapeError(f"a copy of {len(copy)} layers for a pool of {len(layers)}")
@@ -108,10 +108,11 @@ def rows_from_cpu(copy: CpuCopy, layers: Sequence[tuple[SlotRows, ...]], indices
 class KVCache(ABC):
     """A pool of the device tier: `layer_num` layers of `size + page_size` slots.
 
-    Called by the scheduler thread and by the model's forward; the transfer engine reads `layer_buffers`. Layer ids
-    are global, [start_layer, end_layer]. fp8 is stored as uint8 (`store_dtype`) and viewed as fp8 on read. Inputs are
-    never modified. `mem_usage` is in GiB. Only callers with SGLang's interface use `get_kv_buffer`, `store_kv`,
-    `load_kv`, `load_cpu_copy`, `move_kv_cache` and `get_contiguous_buf_infos`.
+    The scheduler thread and the model's forward call the methods of a pool; the transfer engine uses `layer_buffers`.
+    Layer ids are global, from `start_layer` to `end_layer`, both included. fp8 is stored as uint8 (`store_dtype`), and
+    getters return it viewed as fp8. Stores never modify their arguments. `mem_usage` is in GiB. Only callers with
+    SGLang's interface use `get_kv_buffer`, `store_kv`, `load_kv`, `load_cpu_copy`, `move_kv_cache` and
+    `get_contiguous_buf_infos`.
     """
 
     mem_usage: float
@@ -135,13 +136,13 @@ class KVCache(ABC):
         self.layer_num = layer_num
         self.store_dtype = torch.uint8 if dtype in _FP8 else dtype
         self.device = torch.device(device)
-        # If `device` is "cuda", this is the current device with its index, such as cuda:0, as tensors report it.
+        # The device with its index, such as cuda:0, as tensors report it, even if `device` is "cuda".
         self._tensor_device = torch.empty(0, device=self.device).device
         self._kernels = kernel_choice(self.device)
         self.enable_memory_saver = enable_memory_saver
         self.start_layer = start_layer or 0
         self.end_layer = self.start_layer + layer_num - 1
-        # Callers may pass the id of the last layer, or that of the layer after it.
+        # `end_layer` may be the id of the last layer, or the id after the last layer.
         if end_layer not in (None, self.end_layer, self.end_layer + 1):
             raise ConfigError(f"start_layer={start_layer}, end_layer={end_layer} are not layer_num={layer_num} layers")
         self.layer_transfer_counter: LayerWaiter | None = None
@@ -175,8 +176,8 @@ class KVCache(ABC):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Store keys and values `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. A ShapeError
-        names the given and the expected shape."""
+        """Store keys and values `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. Raises
+        ShapeError with the given and the expected shape."""
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -185,7 +186,7 @@ class KVCache(ABC):
 
     @property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """One slot space for each set of slots that is transferred to lower tiers."""
+        """The slot spaces of the pool, each with the rows that one set of slots addresses."""
         return (SlotSpace(FULL, self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,7 +204,7 @@ class KVCache(ABC):
         return k[indices], v[indices]
 
     def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
-        """Make the getters wait for layers with this transfer counter."""
+        """Make the getters wait, with this transfer counter, until the requested layer is loaded."""
         self.layer_transfer_counter = counter
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
@@ -227,8 +228,8 @@ class KVCache(ABC):
                 rows[tgt_loc] = rows[src_loc]
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Return addresses, bytes, and bytes per page of all buffers: first those of the first buffer of each layer,
-        then those of the second buffer, and so on."""
+        """Return the addresses, the bytes, and the bytes per page of all buffers. The order is the first buffer of each
+        layer, then the second buffer of each layer, and so on."""
         layers = [self.layer_buffers(layer_id) for layer_id in self.layer_ids]
         buffers = [buffer for kind in zip(*layers, strict=True) for buffer in kind]
         spans = [s for kind in zip(*map(self._spans_of, self.layer_ids), strict=True) for s in kind]
@@ -239,7 +240,7 @@ class KVCache(ABC):
         )
 
     def _spans_of(self, layer_id: int) -> tuple[int, ...]:
-        """Return, for each buffer of a layer, the number of slots that share a row."""
+        """Return, for each buffer of a layer, the number of slots that share one row of this buffer."""
         return self.layout.spans_of(layer_id)
 
     def _slot_rows(self, layer_id: int) -> tuple[SlotRows, ...]:

@@ -1,6 +1,7 @@
 """Computes the `size` of a pool, in tokens, from a device's memory and a layout.
 
-Only callers with SGLang's interface use `plan_capacity`; `build/sizing.py` computes the sizes of an engine.
+Only callers with SGLang's interface use `plan_capacity`. For hicache's own engine, `hicache/build/sizing.py` computes
+the sizes.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ def plan_capacity(
     reserve_ratio: float | None = None,
     max_requests: int = 0,
 ) -> int:
-    """Return the number of tokens that a pool of `layout` can store on a device of `total_bytes` that also holds a
-    model of `model_bytes`.
+    """Return the number of tokens that a pool of `layout` can store on a device of `total_bytes`, next to a model of
+    `model_bytes`.
 
     Exactly one of two settings determines the bytes of the cache:
 
         mem_fraction_static   total_bytes * mem_fraction_static - model_bytes     (the rest is for activations)
         reserve_ratio         (total_bytes - model_bytes) * (1 - reserve_ratio)
 
-    Page 0 and the states (rows per request) of `max_requests` requests and state 0 (padding) are deducted. The result
-    is a multiple of the device page. Raises ConfigError for invalid settings; OutOfMemory, with the numbers and the
-    setting, if no page fits.
+    The bytes of page 0, of state 0 (both for padding), and of the states of `max_requests` requests are deducted. A
+    state is the rows that a layout stores per request. The result is a multiple of the device page. Raises ConfigError
+    for invalid settings. Raises OutOfMemory if no page fits; its message has the numbers and the setting to change.
     """
     budget, setting = _budget(total_bytes, model_bytes, mem_fraction_static, reserve_ratio)
     page = layout.device_page_size
@@ -52,7 +53,7 @@ def plan_capacity(
 def _budget(
     total_bytes: int, model_bytes: int, mem_fraction_static: float | None, reserve_ratio: float | None
 ) -> tuple[int, str]:
-    """Return the bytes for the cache, which may be negative, and the name of the setting that determines them."""
+    """Return the bytes for the cache, which may be negative, and the setting that determines these bytes, as text."""
     if total_bytes < 1 or model_bytes < 0:
         raise ConfigError(f"total_bytes={total_bytes}, model_bytes={model_bytes}: bytes cannot be negative or none")
     if mem_fraction_static is not None and reserve_ratio is None:

@@ -1,4 +1,5 @@
-"""The device pool of double sparse attention: keys, values, and the heavy channels of each key as its label."""
+"""The device pool of double sparse attention. It stores keys, values, and for each key a label, which consists of the
+key's heavy channels."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from hicache.kernels.store_kv import Scale, store_rows
 
 
 class DoubleSparseTokenToKVPool(RowPool):
-    """Keys, values and labels. Layer `start_layer + i` has `k_buffer[i]`, `v_buffer[i]` `[size + page_size, head_num,
-    head_dim]` and `label_buffer[i]` `[size + page_size, head_num, heavy_channel_num]`, zero-filled, in
-    `store_dtype`."""
+    """A pool of keys, values and labels. Layer `start_layer + i` has `k_buffer[i]` and `v_buffer[i]`, both `[size +
+    page_size, head_num, head_dim]`, and `label_buffer[i]` `[size + page_size, head_num, heavy_channel_num]`,
+    zero-filled, in `store_dtype`."""
 
     def __init__(
         self,
@@ -29,7 +30,8 @@ class DoubleSparseTokenToKVPool(RowPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """Raise ConfigError for sizes below 1 or a missing memory saver, and OutOfMemory that names `device_tokens`."""
+        """Raise ConfigError for sizes below 1 or if the memory saver is not installed. Raise OutOfMemory, with a
+        message that names `device_tokens`, if the pool does not fit."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim, heavy_channel_num=heavy_channel_num)
         self.head_num = head_num
@@ -61,9 +63,9 @@ class DoubleSparseTokenToKVPool(RowPool):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Store keys, values and labels of the keys, `[tokens, head_num, heavy_channel_num]`. Labels are not scaled,
-        because tokens are selected by the order of their labels, which a scale does not change. Raises ShapeError
-        without labels."""
+        """Store keys, values and labels of the keys, `[tokens, head_num, heavy_channel_num]`. Labels are stored without
+        a scale: attention selects tokens by the order of labels, and a scale would not change this order. Raises
+        ShapeError without labels."""
         expected = (loc.numel(), self.head_num, self.heavy_channel_num)
         if not isinstance(cache_label, torch.Tensor):
             raise ShapeError(

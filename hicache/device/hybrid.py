@@ -1,7 +1,7 @@
 """The pool of hybrid models, whose layers have attention, a recurrent state, or both.
 
-    attention layer   a row per token in `full_kv_pool`, whose dense layer ids are mapped from global ones
-    Mamba layer       a state per request in `mamba_pool`, with slots of its own
+    attention layer   a row per token in `full_kv_pool`; global layer ids are mapped to its dense ids
+    Mamba layer       a state per request in `mamba_pool`, which numbers its states separately
 
 `HybridLinearKVPool` owns the attention pool; the request table owns the state pool.
 """
@@ -23,7 +23,8 @@ from hicache.layout import PoolLayout
 
 
 class HybridLinearKVPool(MappedKVPool):
-    """Keys and values of `full_attention_layer_ids`, under their global ids, and the states of `mamba_pool`.
+    """A pool with the keys and values of `full_attention_layer_ids`, under global layer ids, and the states of
+    `mamba_pool`.
 
     `layout` and CPU copies cover the attention layers; `slot_spaces` includes the slot spaces of the state pool.
     """
@@ -47,8 +48,8 @@ class HybridLinearKVPool(MappedKVPool):
         qk_rope_head_dim: int | None = None,
         v_head_dim: int | None = None,
     ) -> None:
-        """Allocate the attention pool. With `use_mla`, its rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`
-        elements, and head sizes are ignored.
+        """Allocate the attention pool. With `use_mla`, the pool stores latent rows of `kv_lora_rank + qk_rope_head_dim`
+        elements, and `head_num`, `head_dim` and `v_head_dim` are ignored.
 
         Raises ConfigError for `enable_kvcache_transpose`, for missing or duplicate layers, and for a missing MLA size.
         """
@@ -94,7 +95,8 @@ class HybridLinearKVPool(MappedKVPool):
         return self._latent().get_mla_kv_buffer(dense_id, loc, dst_dtype)
 
     def _transfer_full_attention_id(self, layer: LayerRef) -> int:
-        """Return the dense id of a global layer id. A ShapeError (a ValueError) lists the attention layers."""
+        """Return the dense id of a layer, given its global id. Raises ShapeError (a ValueError) with a list of the
+        attention layers."""
         return self._inner(layer if isinstance(layer, int) else layer.layer_id)[1]
 
     def _unknown(self, layer_id: int) -> ShapeError:

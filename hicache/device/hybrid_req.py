@@ -5,9 +5,9 @@
     request.mamba_pool_idx          the running state
     request.mamba_checkpoint_idx    with the extra buffer: a second state, the last checkpoint
 
-With the extra buffer, the two states of a request alternate: at a checkpoint the running state becomes the checkpoint,
-and its bytes are copied to the other state, which becomes the running state. Therefore a checkpoint is overwritten only
-after a newer checkpoint is complete. The table owns the mapping and the state pool.
+With the extra buffer, a request has two states, which alternate. `checkpoint` makes the running state the new
+checkpoint and copies its bytes to the other state, which becomes the running state. So an old checkpoint is overwritten
+only after a newer checkpoint exists. The table owns the mapping and the state pool.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class HybridRequest(TableRequest, Protocol):
 class HybridReqToTokenPool(ReqToTokenPool):
     """A `ReqToTokenPool` with a `MambaPool` of `mamba_size` states. Scheduler thread only.
 
-    `alloc` allocates a row and zeroed states for each request, all or none; a request keeps the row and states that it
-    already has. If called with a number, `alloc` allocates only rows, whose state is state 0 (padding). Rows and states
-    are freed separately: `free` frees the row, `free_mamba_cache` the states, except states that the request donated
-    and set to None. Only callers with SGLang's interface use `free_mamba_cache` and `take_checkpoint`.
+    `alloc` allocates a row and zeroed states for each request, or nothing if it cannot serve all requests. A request
+    keeps a row and states that it already has. If called with a number, `alloc` allocates rows without states; these
+    rows are mapped to state 0 (padding). Rows and states are freed separately: `free` frees the row, and
+    `free_mamba_cache` frees the states. States that the request donated, by setting its attribute to None, are not
+    freed. Only callers with SGLang's interface use `free_mamba_cache` and `take_checkpoint`.
     """
 
     def __init__(
@@ -102,10 +103,11 @@ class HybridReqToTokenPool(ReqToTokenPool):
             self._map([request.req_pool_idx], states[0].new_zeros(1))
 
     def checkpoint(self, requests: Sequence[HybridRequest]) -> None:
-        """Make each request's running state its checkpoint, and copy that state to the request's other state, which
+        """Make each request's running state its checkpoint. Copy this state to the request's second state, which
         becomes the running state. Does not wait for the device and allocates nothing.
 
-        Each request must have a row and two states, and be passed once. Raises ConfigError without the extra buffer.
+        Each request must have a row and two states, and may occur only once in `requests`. Raises ConfigError without
+        the extra buffer.
         """
         self._need_extra_buffer()
         rows = [r.req_pool_idx for r in requests if r.req_pool_idx is not None]
@@ -132,8 +134,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return taken
 
     def get_mamba_indices(self, req_indices: torch.Tensor | int) -> torch.Tensor:
-        """Return the running states of table rows, int64 in the shape of `req_indices`; one row gives a 0-dim
-        tensor."""
+        """Return the ids of the running states of table rows, int64 in the shape of `req_indices`. For a single number,
+        the result is a 0-dim tensor."""
         return self.req_index_to_mamba_index_mapping[req_indices]
 
     def mamba2_layer_cache(self, layer_id: int) -> MambaState:
@@ -176,7 +178,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             return
         index = torch.tensor(rows, dtype=torch.int64)
         if self.device.type == "cuda":
-            # The tensor is pinned, because the host would wait for a copy from pageable memory.
+            # The tensor is pinned, because a copy from pageable memory would make the host wait.
             index = index.pin_memory().to(self.device, non_blocking=True)
         self.req_index_to_mamba_index_mapping[index] = states
 
@@ -186,7 +188,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
 
 def _stack(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Stack 0-dim ids to one tensor `[n]`."""
+    """Stack ids of states, given as 0-dim tensors, to one tensor `[n]`."""
     held = [state.reshape(()) for state in states if state is not None]
     if len(held) != len(states):
         raise ShapeError(f"{len(states) - len(held)} of {len(states)} requests have no state; alloc them first")

@@ -3,8 +3,8 @@
     state 0           for padding, never allocated
     states [1, size]  each free or allocated, never both
 
-Unlike slots of tokens, states are allocated by the pool itself, for the request table. Owns the tensors and the free
-list.
+The pool owns its tensors and the list of free states. The request table allocates states from the pool itself, whereas
+slots of tokens have a separate allocator.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Mamba2StateShape:
         state_size: int,
         conv_kernel: int,
     ) -> Mamba2StateShape:
-        """Compute the shapes on one of `tp_world_size` ranks. If several ranks have heads of one group, each of them
-        stores the group.
+        """Compute the shapes on one of `tp_world_size` ranks. If several ranks have heads of one group, each of these
+        ranks stores the group.
 
-        The window has the last conv_kernel - 1 inputs of x, B and C: intermediate_size + 2 * n_groups * state_size
-        channels. Raises ConfigError unless heads, channels and groups split evenly over the ranks.
+        The convolution window stores the last conv_kernel - 1 inputs of x, B and C, which have intermediate_size + 2 *
+        n_groups * state_size channels. Raises ConfigError unless heads, channels and groups split evenly over the
+        ranks.
         """
         if intermediate_size % tp_world_size or num_heads % tp_world_size:
             raise ConfigError(
@@ -67,7 +68,8 @@ class Mamba2StateShape:
 class Mamba2CacheParams:
     """Contents of a Mamba pool: the shapes, the global ids of the layers, and the dtypes.
 
-    The default of `temporal_dtype` is HICACHE_MAMBA_SSM_DTYPE, or float32 if that is unset.
+    The default of `temporal_dtype` is the environment variable HICACHE_MAMBA_SSM_DTYPE, or float32 if this variable is
+    unset.
     """
 
     shape: Mamba2StateShape
@@ -102,8 +104,8 @@ class MambaState:
 
 @dataclass(frozen=True)
 class SpeculativeMambaState(MambaState):
-    """A `MambaState` with the states after each draft token, `[..., drafts, ...]`, to restore after a rejected
-    draft."""
+    """A `MambaState` that also has the states after each draft token, `[..., drafts, ...]`. They are restored if a
+    draft is rejected."""
 
     intermediate_ssm: torch.Tensor
     intermediate_conv_window: list[torch.Tensor]
@@ -121,10 +123,10 @@ class MambaPool:
     """A pool of `size` states and state 0 for padding. The scheduler thread calls it; the forward pass also calls
     `mamba2_layer_cache`.
 
-    Ids are int64 tensors on `device`. `free_slots` is replaced, never written in place, and allocated from the front.
-    Only `check`, CPU copies and, with HICACHE_DEBUG=1, the checks of frees and copies wait for the device. Kernels run
-    on the current stream, which should be the stream that uses the states.
-    Only callers with SGLang's interface use speculative states and CPU copies.
+    Ids are int64 tensors on `device`. `free_slots` lists the free states; the first is allocated next. Each change
+    replaces the tensor `free_slots` and never writes to it in place. Only `check` and CPU copies wait for the device,
+    and with HICACHE_DEBUG=1 also the checks of frees and copies. Kernels run on the current stream, which should be the
+    stream that uses the states. Only callers with SGLang's interface use speculative states and CPU copies.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class MambaPool:
         enable_memory_saver: bool = False,
     ) -> None:
         """Allocate the states. With `speculative_num_draft_tokens`, also allocate draft buffers for `spec_state_size`
-        requests; 0: for `size` requests."""
+        requests, or for `size` requests if that is 0."""
         if size < 1 or spec_state_size < 0 or (speculative_num_draft_tokens or 1) < 1:
             raise ConfigError(
                 f"size={size}, spec_state_size={spec_state_size}, "
@@ -155,7 +157,7 @@ class MambaPool:
             self.mamba_cache = self._allocate(spec_state_size or size, speculative_num_draft_tokens)
         self._tensors = (*self.mamba_cache.conv, self.mamba_cache.temporal)
         self.free_slots: torch.Tensor
-        self._owned: set[int] | None  # the allocated states; None if calls are not verified
+        self._owned: set[int] | None  # the allocated states; None if frees and copies are not checked
         self.mem_usage = sum(x.nbytes for x in self._all_tensors()) / (1 << 30)
         self.clear()
 
@@ -183,8 +185,8 @@ class MambaPool:
         return self.mamba_cache.at_layer(dense)
 
     def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
-        """Make `mamba2_layer_cache`, copies and moves wait for layers, given by dense index, with this transfer
-        counter."""
+        """Make `mamba2_layer_cache`, copies and moves wait for layers with this transfer counter. Its `wait_until` gets
+        the dense index of a layer."""
         self.layer_transfer_counter = counter
 
     def compile(self) -> None:
@@ -198,15 +200,15 @@ class MambaPool:
         return self.free_slots.numel()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate `need_size` zeroed states. Returns None, without any change, if too few are free."""
+        """Allocate `need_size` zeroed states. Returns None, without any change, if too few states are free."""
         slots = self._take(need_size)
         if slots is not None:
             clear_states(self._tensors, slots, self._kernels)
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free states. The ids are copied. Raises DoubleFree, on CPU tensors or with HICACHE_DEBUG=1, before any
-        change."""
+        """Free states. The caller may change `free_index` afterwards. For CPU tensors or with HICACHE_DEBUG=1, raises
+        DoubleFree, before any change, for a state that is not allocated."""
         slots = free_index.reshape(-1).to(torch.int64)
         if not slots.numel():
             return
@@ -215,7 +217,8 @@ class MambaPool:
         self.free_slots = torch.cat((self.free_slots, slots))
 
     def fork_from(self, src_index: torch.Tensor) -> torch.Tensor | None:
-        """Allocate states and copy states `src_index` (int64, any shape) to them. Returns None if too few are free."""
+        """Allocate a copy of each state in `src_index` (int64, any shape). Returns the ids of the copies, or None if
+        too few states are free."""
         src = src_index.reshape(-1)
         slots = self._take(src.numel())
         if slots is not None:
@@ -223,8 +226,8 @@ class MambaPool:
         return slots
 
     def copy_from(self, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
-        """Copy states one to one. Raises InvariantError, on CPU tensors or with HICACHE_DEBUG=1, if a state other than
-        state 0 (padding) is written by one pair and read or written by another."""
+        """Copy state `src_index[i]` to `dst_index[i]` for each i. For CPU tensors or with HICACHE_DEBUG=1, raises
+        InvariantError if a target also occurs in another pair; this does not apply to the target state 0 (padding)."""
         src, dst = src_index.reshape(-1), dst_index.reshape(-1)
         if src.numel() != dst.numel():
             raise ShapeError(f"{src.numel()} source states for {dst.numel()} target states")
@@ -249,7 +252,8 @@ class MambaPool:
         rows_from_cpu(mamba_cache_cpu, [self.layer_buffers(i) for i in self.layers], indices.reshape(-1))
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: a free state out of range, twice, or also allocated."""
+        """Raise InvariantError with all violations. Violations are a free state that is out of range, listed twice, or
+        also allocated."""
         violations = []
         free = self.free_slots.cpu()
         outside = free[(free < 1) | (free > self.size)]

@@ -1,4 +1,4 @@
-"""Base of pools whose layers have arbitrary global ids: each global id is mapped to a layer of an inner pool.
+"""Base class of pools whose layers have arbitrary global ids. Each global id is mapped to a layer of an inner pool.
 
 `MappedKVPool` owns this map; the inner pools own the tensors.
 """
@@ -17,10 +17,10 @@ from hicache.layout import PoolLayout
 
 
 class MappedKVPool(KVCache):
-    """Layers of inner pools under global ids.
+    """A pool that gives access to the layers of inner pools under global layer ids.
 
-    A transfer counter is registered with this pool, not with the inner pools: `wait_until` gets the index of the layer
-    in `layer_ids`.
+    A transfer counter is registered with this pool, not with the inner pools. Its `wait_until` gets the index of the
+    layer in `layer_ids`.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class MappedKVPool(KVCache):
         device: str | torch.device,
         enable_memory_saver: bool,
     ) -> None:
-        """Build a pool over inner pools. `layers` has, for each global layer id, the inner pool of the layer and its
-        dense id in that pool."""
+        """Build a pool over inner pools. `layers` has, for each global layer id, the inner pool with this layer and the
+        layer's dense id in the inner pool."""
         super().__init__(size, page_size, dtype, len(layers), device, enable_memory_saver)
         self._layers = dict(sorted(layers.items()))
         self._positions = {layer_id: position for position, layer_id in enumerate(self._layers)}
@@ -79,8 +79,8 @@ class MappedKVPool(KVCache):
         return pool.load_kv(dense_id, self._slots_of_layer(layer_id, indices))
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """Copy rows of all layers to the CPU in order of their ids. Each layer is read at the slots of its inner pool
-        that correspond to `indices`."""
+        """Copy rows of all layers to the CPU, in the order of layer ids. Each layer is read at the slots of its inner
+        pool that correspond to `indices`."""
         self._wait_all()
         copies = {pool: iter(pool.get_cpu_copy(self._slots_in(pool, indices))) for pool in self._pools}
         return [next(copies[pool]) for pool, _ in self._layers.values()]
@@ -94,7 +94,8 @@ class MappedKVPool(KVCache):
             pool.load_cpu_copy([rows for (owner, _), rows in owners if owner is pool], self._slots_in(pool, indices))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy slots in every layer, translated to the slots of its inner pool. Sources and targets may overlap."""
+        """Copy slots `src_loc` to `tgt_loc` in every layer, after translating them to slots of the layer's inner pool.
+        Sources and targets may overlap."""
         self._wait_all()
         for pool in self._pools:
             pool.move_kv_cache(self._slots_in(pool, tgt_loc), self._slots_in(pool, src_loc))
@@ -104,7 +105,7 @@ class MappedKVPool(KVCache):
         return slots
 
     def _slots_of_layer(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
-        """Translate slots of this pool to the slots of a layer's inner pool, in order to store the layer."""
+        """Translate slots of this pool to the slots at which rows of a layer are stored in its inner pool."""
         return loc
 
     def _spans_of(self, layer_id: int) -> tuple[int, ...]:
@@ -132,7 +133,7 @@ def with_layer_ids(layout: PoolLayout, layer_ids: Sequence[int]) -> PoolLayout:
 
 
 def ascending(layer_ids: Sequence[int], name: str) -> tuple[int, ...]:
-    """Sort layer ids. Raises ConfigError if there are none, or one is negative or duplicate."""
+    """Sort layer ids. Raises ConfigError if there is no id, or if an id is negative or occurs twice."""
     ordered = tuple(sorted(layer_ids))
     if not ordered or ordered[0] < 0 or len(set(ordered)) != len(ordered):
         raise ConfigError(f"{name}={list(layer_ids)}: name at least one layer, each once, with ids from 0")

@@ -1,4 +1,5 @@
-"""Allocates device memory for pools and tables: in the memory saver's region, from a custom pool, or from torch.
+"""Allocates device memory for pools and tables, from torch's allocator, in the memory saver's region, or from a custom
+memory pool.
 
 The module owns the process's NVLink memory pools, one per device. This is the only module that uses
 `torch_memory_saver` and Mooncake's allocator.
@@ -19,7 +20,8 @@ from hicache.errors import ConfigError, OutOfMemory
 
 @contextmanager
 def allocation_region(enable_memory_saver: bool) -> Iterator[None]:
-    """If `enable_memory_saver`, allocate in the memory saver's region, whose memory can be paused."""
+    """If `enable_memory_saver`, make allocations within the `with` block in the memory saver's region. The memory saver
+    can pause its region, which releases the region's memory."""
     if not enable_memory_saver:
         yield
         return
@@ -35,7 +37,8 @@ def allocation_region(enable_memory_saver: bool) -> Iterator[None]:
 
 @contextmanager
 def custom_pool_region(device: torch.device) -> Iterator[None]:
-    """Allocate GPU memory from the pool that `HICACHE_CUSTOM_MEM_POOL` names. This has no effect on other devices."""
+    """Allocate GPU memory within the `with` block from the memory pool that `HICACHE_CUSTOM_MEM_POOL` names. Has no
+    effect if `device` is no GPU."""
     if device.type != "cuda" or custom_mem_pool() is None:
         yield
         return
@@ -46,8 +49,8 @@ def custom_pool_region(device: torch.device) -> Iterator[None]:
 
 @cache
 def nvlink_pool(device: torch.device) -> Any:
-    """Return the `torch.cuda.MemPool` over Mooncake's NVLink allocator. It is built once and kept, because it must
-    outlive its tensors."""
+    """Return the `torch.cuda.MemPool` over Mooncake's NVLink allocator. The pool is built once and kept until the
+    process ends, because it must outlive its tensors."""
     try:
         from mooncake.allocator import NVLinkAllocator
     except ImportError as error:
@@ -61,7 +64,8 @@ def nvlink_pool(device: torch.device) -> Any:
 def allocate_zeros(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, setting: str = "device_tokens"
 ) -> list[torch.Tensor]:
-    """Allocate all zero-filled tensors or none. An OutOfMemory names the bytes needed, the bytes free and `setting`."""
+    """Allocate zero-filled tensors of all `shapes`, or none. Raises OutOfMemory with the needed bytes, the free bytes,
+    and `setting` as the setting to lower."""
     needed = sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
     free = None
     if device.type == "cuda":
@@ -79,7 +83,7 @@ def allocate_zeros(
 class LazyLayers:
     """The buffers of each layer, allocated by `allocate` when the layer is first indexed.
 
-    Not thread-safe: the scheduler thread and the forward must not use a layer for the first time simultaneously.
+    Not thread-safe: two threads must not use a layer for the first time simultaneously.
     """
 
     def __init__(self, num_layers: int, device: torch.device, allocate: Callable[[], tuple[torch.Tensor, ...]]) -> None:
@@ -91,8 +95,8 @@ class LazyLayers:
         return len(self._layers)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Return the buffers of a layer. Raises ConfigError if a layer is first used within a CUDA graph capture, and
-        OutOfMemory if it does not fit."""
+        """Return the buffers of a layer. Raises ConfigError if the first use of the layer is within a CUDA graph
+        capture. Raises OutOfMemory if the layer does not fit."""
         buffers = self._layers[index]
         if buffers is None:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -105,7 +109,8 @@ class LazyLayers:
 
 
 class LazyColumn(Sequence[torch.Tensor]):
-    """The `kind`-th buffer of every layer of a `LazyLayers`: indexing a layer allocates it."""
+    """The buffer number `kind` of every layer of a `LazyLayers`. Indexing a layer allocates all buffers of this
+    layer."""
 
     def __init__(self, layers: LazyLayers, kind: int) -> None:
         self._layers = layers

@@ -20,9 +20,10 @@ from hicache.kernels.tiled_copy import TiledCopy
 class MHATokenToKVPool(RowPool):
     """Keys `[layers, size + page_size, head_num, head_dim]` and values (`v_head_dim`), zero-filled, in `store_dtype`.
 
-    `k_buffer[i]` and `v_buffer[i]` are views of layer `start_layer + i`. With `lazy`, a layer is allocated at its first
-    use, also by a transfer, and `mem_usage` counts the layers used so far. Keys and values of a call are stored in one
-    launch; under CUDA graph capture, with `enable_alt_stream`, values are stored on a second stream in parallel.
+    `k_buffer[i]` and `v_buffer[i]` are views of layer `start_layer + i`. With `lazy`, a layer is allocated when the
+    model or a transfer uses it for the first time, and `mem_usage` counts only allocated layers. A call stores keys and
+    values with one kernel launch. In a CUDA graph capture with `enable_alt_stream`, it stores values on a second stream
+    in parallel.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class MHATokenToKVPool(RowPool):
         enable_kv_cache_copy: bool = False,
         lazy: bool = False,
     ) -> None:
-        """Raise ConfigError for sizes below 1 or a missing memory saver, and OutOfMemory that names `device_tokens`."""
+        """Raise ConfigError for sizes below 1 or if the memory saver is not installed. Raise OutOfMemory, with a
+        message that names `device_tokens`, if the pool does not fit."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self.head_num = head_num
         self.head_dim = head_dim
@@ -61,7 +63,7 @@ class MHATokenToKVPool(RowPool):
         on_cuda = self.device.type == "cuda"
         self._alt_stream = torch.cuda.Stream(self.device) if on_cuda and enable_alt_stream else None
         if enable_kv_cache_copy and self._kernels == "triton" and not lazy:
-            self._mover  # noqa: B018  (builds it now, not at the first move)
+            self._mover  # noqa: B018  (builds the mover now)
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
         if self._alt_stream is None or not torch.cuda.is_current_stream_capturing():

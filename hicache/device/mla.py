@@ -36,7 +36,8 @@ class MLATokenToKVPool(RowPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """Raise ConfigError for sizes below 1 or a missing memory saver, and OutOfMemory that names `device_tokens`."""
+        """Raise ConfigError for sizes below 1 or if the memory saver is not installed. Raise OutOfMemory, with a
+        message that names `device_tokens`, if the pool does not fit."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
         self.kv_lora_rank = kv_lora_rank
@@ -55,7 +56,7 @@ class MLATokenToKVPool(RowPool):
         return latent
 
     def _further_rows(self) -> list[Row]:
-        """Kinds of rows that a layer stores in addition to the latent rows."""
+        """Return the kinds of rows that a layer stores in addition to the latent rows."""
         return []
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
@@ -71,8 +72,8 @@ class MLATokenToKVPool(RowPool):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Store complete rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. The rows contain the values;
-        `cache_v` and `v_scale` are ignored."""
+        """Store complete rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. `cache_v` and `v_scale` are
+        ignored, because these rows already contain the values."""
         index = self._index(layer)
         self._check_loc(loc)
         rows, scale = self._storable(cache_k, (loc.numel(), 1, self.kv_cache_dim), k_scale, "cache_k")
@@ -80,7 +81,7 @@ class MLATokenToKVPool(RowPool):
 
     def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         """Store rows given in two parts, `[tokens, 1, rank]` (or `[tokens, rank]`) and `[tokens, 1, rope]`, in one
-        launch. A ShapeError names the shapes given and expected."""
+        launch. Raises ShapeError with the given and the expected shapes."""
         index = self._index(layer)
         self._check_loc(loc)
         nope = self._part(k_nope, loc, self.kv_lora_rank, "k_nope")
@@ -102,7 +103,7 @@ class MLATokenToKVPool(RowPool):
         store_rows(rows, self._as_read(self._stored[index][0]), loc, self._kernels, scale)
 
     def _store_parts(self, index: int, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
-        """Store parts `[tokens, 1, ...]` of `store_dtype`."""
+        """Store the two parts of rows, each `[tokens, 1, ...]` in `store_dtype`."""
         set_latent(nope, rope, self._stored[index][0], loc, self._kernels)
 
     def _part(self, rows: torch.Tensor, loc: torch.Tensor, dim: int, name: str) -> torch.Tensor:

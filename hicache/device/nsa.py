@@ -1,4 +1,5 @@
-"""The device pool of sparse latent attention: MLA's rows, and fp8 index keys with scales, which select tokens.
+"""The device pool of sparse latent attention. It stores MLA's rows, and fp8 index keys with scales, by which attention
+selects tokens.
 
 The index keys and scales of a device page share one row of bytes (see `hicache.kernels.nsa`).
 """
@@ -26,7 +27,7 @@ from hicache.kernels.nsa import (
 
 @dataclass(frozen=True)
 class _SlotsInPages:
-    """Access by slot to the rows of a view `part`, `[pages, page_size, ...item]`."""
+    """Indexes the view `part`, `[pages, page_size, ...item]`, by slot."""
 
     part: torch.Tensor
 
@@ -42,10 +43,10 @@ class _SlotsInPages:
 
 
 class NSATokenToKVPool(MLATokenToKVPool):
-    """MLA's `kv_buffer`, and `index_k_with_scale_buffer[i]`: uint8 `[pages, 132 * page_size]` of layer
-    `start_layer + i`.
+    """A pool with MLA's `kv_buffer` and, for layer `start_layer + i`, `index_k_with_scale_buffer[i]`, uint8 `[pages,
+    132 * page_size]`.
 
-    Slots are moved and copied to the CPU token by token; transfers to the host copy complete device pages.
+    Moves and CPU copies handle single tokens. Transfers to the host copy complete device pages.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class NSATokenToKVPool(MLATokenToKVPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """Allocate the pool. `kv_cache_dim`: elements of a latent row if it is wider than its two parts;
-        `set_kv_buffer` stores complete rows. Raises ConfigError unless `index_head_dim` is 128, the number of elements
-        that share a scale."""
+        """Allocate the pool. `kv_cache_dim`: number of elements of a latent row, if a row is wider than its two parts;
+        only `set_kv_buffer` stores such complete rows. Raises ConfigError unless `index_head_dim` is 128, the number of
+        elements that share a scale."""
         if index_head_dim != KEY_BYTES:
             raise ConfigError(f"index_head_dim={index_head_dim}: index keys are quantised in blocks of {KEY_BYTES}")
         parts = kv_lora_rank + qk_rope_head_dim
@@ -102,14 +103,14 @@ class NSATokenToKVPool(MLATokenToKVPool):
 
     def get_index_k_continuous(self, layer_id: int, seq_len: int, page_indices: torch.Tensor) -> torch.Tensor:
         """Return the index keys of a sequence's first `seq_len` tokens in one tensor, uint8 `[seq_len, 128]`, to be
-        viewed as float8_e4m3fn. `page_indices` (int32 or int64) are the pages of the sequence. Raises ShapeError if
-        these pages have fewer tokens."""
+        viewed as float8_e4m3fn. `page_indices`: int32 or int64, the pages of the sequence. Raises ShapeError if these
+        pages have fewer than `seq_len` tokens."""
         buffer = self._pages_of(layer_id, seq_len, page_indices)
         return gather_index_keys(buffer, page_indices, seq_len, self.page_size, self._kernels)
 
     def get_index_k_scale_continuous(self, layer_id: int, seq_len: int, page_indices: torch.Tensor) -> torch.Tensor:
         """Return the scales of the index keys of a sequence's first `seq_len` tokens, uint8 `[seq_len, 4]`, to be
-        viewed as float32. Raises ShapeError if the pages have fewer tokens."""
+        viewed as float32. Raises ShapeError if the pages have fewer than `seq_len` tokens."""
         buffer = self._pages_of(layer_id, seq_len, page_indices)
         return gather_index_scales(buffer, page_indices, seq_len, self.page_size, self._kernels)
 

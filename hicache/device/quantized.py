@@ -1,6 +1,7 @@
-"""A device pool of multi-head attention in 8 bits: int8 or fp8 keys and values, a float32 scale per token and head.
+"""A device pool of multi-head attention in 8 bits. It stores int8 or fp8 keys and values, with a float32 scale for each
+token and head.
 
-A token's scales are computed when it is stored, so a later write never changes the value of an earlier token.
+The scales of a token are computed when this token is stored, so later stores never change the values of earlier tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _STORED = {"int8": torch.int8, "fp8": torch.uint8}
 
 
 class QuantizedLayer(NamedTuple):
-    """A layer as stored: int8, or uint8 that holds float8_e4m3fn, `[slots, heads, dim]`, and float32 `[slots, heads]`.
+    """A layer as stored. Keys and values: `[slots, heads, dim]`, int8, or float8_e4m3fn viewed as uint8. Scales:
+    float32 `[slots, heads]`.
 
-    The value of an element is its number times its scale.
+    The value of an element is the stored number times the scale of its token and head.
     """
 
     k: torch.Tensor
@@ -51,8 +53,8 @@ class QuantizedKVCache(RowPool):
         end_layer: int | None = None,
         kv_dtype: Literal["int8", "fp8"] = "int8",
     ) -> None:
-        """Raise ConfigError for sizes below 1, an unknown `kv_dtype` or a `dtype` of 8 bits, and OutOfMemory that names
-        `device_tokens`."""
+        """Raise ConfigError for sizes below 1, an unknown `kv_dtype`, or a `dtype` of 8 bits. Raise OutOfMemory, with a
+        message that names `device_tokens`, if the pool does not fit."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         if kv_dtype not in _STORED:
             raise ConfigError(f"kv_dtype={kv_dtype!r}: choose 'int8' or 'fp8'")
@@ -74,8 +76,8 @@ class QuantizedKVCache(RowPool):
         )
 
     def get_quantized_buffer(self, layer_id: int) -> QuantizedLayer:
-        """Return a layer as stored, after waiting until the layer is loaded. The tensors are views, valid as long as
-        the pool."""
+        """Return a layer as stored, after waiting until the layer is loaded. The tensors are views, which stay valid as
+        long as the pool exists."""
         return QuantizedLayer(*self._stored[self._wait_for(layer_id)])
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:

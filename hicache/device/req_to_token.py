@@ -18,7 +18,7 @@ from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 
 
 class TableRequest(Protocol):
-    """The attribute of a request that the table uses: its row."""
+    """The attribute of a request that the table reads and sets: the request's row, or None."""
 
     req_pool_idx: int | None
 
@@ -26,10 +26,10 @@ class TableRequest(Protocol):
 class ReqToTokenPool:
     """Rows of `req_to_token`, int32 `[size + 1, max_context_len]` on `device`. Scheduler thread only.
 
-    `free_slots` lists the free rows; the last one is allocated next. `req_lens`, int32 `[size + 1]` on the CPU, is the
-    number of slots that `set_token_loc` wrote. `generation[row]` is incremented when the row is freed: a reader that
-    stored it can detect that the row was reused. Only callers with SGLang's interface use `set_token_loc` and
-    `req_lens`.
+    `free_slots` lists the free rows; its last row is allocated next. `req_lens`, int32 `[size + 1]` on the CPU, is the
+    number of slots that `set_token_loc` wrote to each row. `generation[row]` is incremented when the row is freed, so a
+    reader that remembers the number can detect that the row was freed since. Only callers with SGLang's interface use
+    `set_token_loc` and `req_lens`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class ReqToTokenPool:
         """Allocate `need_size` rows, or one row for each request. Returns None, without any change, if too few rows are
         free.
 
-        Either argument may be the requests; if both are given, `need_size` must be their number (else ShapeError). A
-        request that has a row (`req_pool_idx`) keeps it; raises InvariantError if that row is not allocated. Without
-        arguments, returns one row, or -1 if none is free.
+        Either argument may be the list of requests. If both arguments are given, `need_size` must be the number of
+        requests; otherwise raises ShapeError. A request that has a row (`req_pool_idx`) keeps this row; raises
+        InvariantError if the row is not allocated. Without arguments, returns one row, or -1 if no row is free.
         """
         if isinstance(need_size, Sequence):
             need_size, reqs = None, need_size
@@ -123,8 +123,8 @@ class ReqToTokenPool:
         self.free_slots = list(range(self.size, 0, -1))
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: a row that is free twice, free and allocated, or neither; row 0 in
-        use."""
+        """Raise InvariantError with all violations. Violations are a row that is free twice, or both free and
+        allocated, or neither, and an allocated row 0."""
         violations = []
         free = set(self.free_slots)
         if len(free) != len(self.free_slots):

@@ -1,4 +1,4 @@
-"""Base of pools whose layers all store the same kinds of rows: one tensor for each kind, described by a layout."""
+"""Base class of pools whose layers all store the same kinds of rows. The pool has one tensor for each kind of row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicache.layout import BufferSpec, Per, PoolLayout
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of row, which a token, or a device page, has in every layer, under `name`."""
+    """One kind of row. In every layer, each token, or each device page, has one such row under `name`."""
 
     name: str
     dtype: torch.dtype
@@ -27,8 +27,8 @@ class Row:
 
 
 class KVRows(NamedTuple):
-    """Keys and values `[tokens, heads, dim]` of one dtype that the kernels accept, and the scales by which the kernels
-    divide."""
+    """Keys and values `[tokens, heads, dim]`, both of the same dtype, and the scales by which the kernels divide
+    them."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -39,8 +39,9 @@ class KVRows(NamedTuple):
 class RowPool(KVCache):
     """A pool whose layers all store the rows that its constructor passed to `_build`.
 
-    The first kind of row holds keys, the second values, unless a subclass overrides the getters. The pool validates the
-    arguments of stores: shapes, dtypes and devices always, slots with HICACHE_DEBUG=1 outside CUDA graph capture.
+    The first kind of row holds keys and the second kind holds values, unless a subclass overrides the getters. Stores
+    always check shapes, dtypes and devices of their arguments. They check slots only with HICACHE_DEBUG=1 outside of a
+    CUDA graph capture.
     """
 
     _layout: PoolLayout
@@ -74,8 +75,8 @@ class RowPool(KVCache):
         self._store(index, loc, self._storable_kv(cache_k, cache_v, loc.numel(), k_scale, v_scale))
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
-        """Store rows, divided by their scales, in a layer (dense index). The kernel converts rows to the store dtype
-        and clamps them to the range of fp8."""
+        """Store rows, divided by their scales, in the layer with the dense index `index`. The kernel converts rows to
+        the store dtype, and clamps them if that is fp8."""
         k_buffer, v_buffer = (self._as_read(buffer) for buffer in self._stored[index][:2])
         store_kv(rows.k, rows.v, k_buffer, v_buffer, loc, self._kernels, rows.k_scale, rows.v_scale)
 
@@ -83,14 +84,15 @@ class RowPool(KVCache):
         """Allocate `[layers, slots, ...row]`, or `[layers, pages, ...row]`, for each kind of row: either all tensors or
         none.
 
-        An OutOfMemory names `device_tokens`. Returns the tensors in the order of `rows`.
+        Returns the tensors in the order of `rows`. Raises OutOfMemory with a message that names `device_tokens`.
         """
         tensors = self._allocate(rows, self.layer_num)
         self._declare(rows, tensors)
         return tensors
 
     def _build_lazily(self, rows: Sequence[Row]) -> LazyLayers:
-        """Build tensors as `_build` does, but allocate each layer, and count it in `mem_usage`, at its first use."""
+        """Build tensors as `_build` does, but allocate each layer at its first use, and count it in `mem_usage` only
+        then."""
 
         def allocate() -> tuple[torch.Tensor, ...]:
             buffers = tuple(tensor[0] for tensor in self._allocate(rows, 1))
@@ -98,7 +100,7 @@ class RowPool(KVCache):
             return buffers
 
         with allocation_region(self.enable_memory_saver):
-            pass  # raises now, instead of at the first store, if the package is missing
+            pass  # raises here, not at the first store, if the package is missing
         self._describe(rows)
         self.mem_usage = 0.0
         self._stored = layers = LazyLayers(self.layer_num, self.device, allocate)
@@ -158,11 +160,12 @@ class RowPool(KVCache):
     def _storable(
         self, rows: torch.Tensor, expected: tuple[int, ...], scale: Scale, name: str
     ) -> tuple[torch.Tensor, Scale]:
-        """Convert rows `[tokens, heads, dim]` and a scale to a form that the store kernels accept; `rows` itself is not
-        modified.
+        """Convert rows `[tokens, heads, dim]` and a scale to a form that the store kernels accept. The tensor `rows` is
+        not modified.
 
-        The returned rows are contiguous, and float32 if the kernels do not convert their dtype. The returned scale is
-        one number or None: rows are divided here by a scale with more elements, for example one number per head.
+        The returned rows are contiguous, and float32 if the kernels cannot convert the dtype of `rows`. The returned
+        scale is one number or None. If `scale` has more elements, for example one number per head, this method divides
+        the rows itself.
         """
         self._check_rows(rows, expected, name)
         if isinstance(scale, torch.Tensor):
@@ -179,13 +182,15 @@ class RowPool(KVCache):
     def _storable_kv(
         self, cache_k: torch.Tensor, cache_v: torch.Tensor, num_tokens: int, k_scale: Scale, v_scale: Scale
     ) -> KVRows:
-        """Apply `_storable` to keys and values of `num_tokens` tokens; both returned tensors have the same dtype."""
+        """Convert keys and values of `num_tokens` tokens with `_storable`. Both returned tensors have the same
+        dtype."""
         k, k_scale = self._storable(cache_k, (num_tokens, *self._rows[0].shape), k_scale, "cache_k")
         v, v_scale = self._storable(cache_v, (num_tokens, *self._rows[1].shape), v_scale, "cache_v")
         return KVRows(k, v, k_scale, v_scale) if k.dtype == v.dtype else KVRows(k.float(), v.float(), k_scale, v_scale)
 
     def _as_stored(self, rows: torch.Tensor, expected: tuple[int, ...], scale: Scale, name: str) -> torch.Tensor:
-        """Convert `rows / scale` to `store_dtype`, for operations that only copy; `rows` itself is not modified."""
+        """Return `rows / scale` in `store_dtype`, for operations that copy rows without converting them. The tensor
+        `rows` is not modified."""
         return self._converted(*self._storable(rows, expected, scale, name))
 
     def _converted(self, rows: torch.Tensor, scale: Scale) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The pool of models with full and sliding-window attention: a full pool, and a smaller pool for window layers.
 
     full slots    [0, size + page_size)        held by requests and trees; full-attention layers store there
-    window slots  [0, size_swa + page_size)    window layers store there; a full slot is mapped to one, or to 0
+    window slots  [0, size_swa + page_size)    window layers store there; a full slot is mapped to one of them, or to 0
 
 The pool owns both inner pools; the allocator owns the mapping.
 """
@@ -25,7 +25,8 @@ from hicache.tiers import FULL, SWA
 
 @dataclass(frozen=True)
 class _Translation:
-    """The window slots that belong to the `loc` of a forward pass; valid while `state` is unchanged."""
+    """The window slots to which the full slots `loc` of a forward pass are mapped. They are valid while `state` is
+    unchanged."""
 
     loc: torch.Tensor
     state: tuple[int, int, bool]
@@ -36,9 +37,10 @@ class SWAKVPool(MappedKVPool):
     """A pool with two inner pools under global layer ids: `full_kv_pool` for layers with full attention, and
     `swa_kv_pool` for layers with a window.
 
-    Callers pass full slots; window layers translate them. In a forward that writes its layers in ascending order, the
-    first window layer translates `loc` and the other window layers reuse the result. `layers_mapping[layer_id]` is
-    (dense id, whether it is a window layer). Each of the two `slot_spaces` has its own layout.
+    Callers always pass full slots. For a window layer, the pool translates them to window slots. If a forward pass
+    writes its layers in ascending order, the first window layer translates `loc` and the later window layers reuse the
+    result. `layers_mapping[layer_id]` is (dense id, whether it is a window layer). Each of the two `slot_spaces` has
+    its own layout.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class SWAKVPool(MappedKVPool):
 
     @cached_property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """The full space and the window space, each transferred with its own slots."""
+        """The space of full slots and the space of window slots, which are transferred separately."""
         return tuple(
             SlotSpace(
                 name,
@@ -132,8 +134,8 @@ class SWAKVPool(MappedKVPool):
         self.translate_loc_from_full_to_swa(torch.zeros(1, dtype=torch.int64, device=self._tensor_device))
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Return the window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots. Needs one
-        launch."""
+        """Return the window slots of full slots, int64 in the shape of `loc`, with 0 for unmapped slots. Needs one
+        kernel launch."""
         if self.full_to_swa_index_mapping is None:
             raise ConfigError("no mapping is registered; build SWATokenToKVPoolAllocator with kvcache=this pool")
         return translate_slots(self.full_to_swa_index_mapping, loc, self._kernels)
@@ -142,10 +144,12 @@ class SWAKVPool(MappedKVPool):
         return self.translate_loc_from_full_to_swa(slots) if pool is self.swa_kv_pool else slots
 
     def _slots_of_layer(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
-        """Return the slots at which a layer stores: in a window layer, the window slots, 0 for unmapped slots.
+        """Return the slots at which a layer stores `loc`. For a window layer, these are window slots, with 0 for
+        unmapped slots.
 
-        The first window layer always translates, so that a CUDA graph captures the translation. A later layer
-        translates only if `loc` is another tensor, or if `loc` or the mapping was written since.
+        The first window layer always translates `loc`, so that a CUDA graph captures the translation. A later layer
+        translates `loc` again only if `loc` is another tensor than before, or if `loc` or the mapping was written
+        since.
         """
         if not self.layers_mapping[layer_id][1]:
             return loc
@@ -159,5 +163,6 @@ class SWAKVPool(MappedKVPool):
 
 
 def _version(x: torch.Tensor) -> int:
-    """Return the number of in-place writes to `x`; 0 for tensors of inference mode, which do not count writes."""
+    """Return the number of in-place writes to `x`. Returns 0 for tensors of inference mode, because torch does not
+    count writes to them."""
     return 0 if x.is_inference() else x._version

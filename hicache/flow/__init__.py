@@ -1,1 +1,2 @@
-"""The movements of pages between tiers, one file each. The engine starts them and applies their results."""
+"""Movements of pages between tiers, one movement in each file. The engine starts the movements and applies their
+results."""

@@ -1,7 +1,9 @@
 """Admission: a request gets a locked prefix, slots for its other tokens and a row of the request table, or nothing.
 
-Admission counts the capacity before it changes anything, so a refused request changes nothing, not even recency. Pages
-on the host are loaded unless recomputing them is estimated to cost all requests less time.
+Admission counts the capacity before it changes anything. A refused request takes no slot, row or lease. If the refusal
+is `ExchangePending` under `exclusive`, pages may have been evicted for the request, and its prefix is locked
+(`hicache.flow.staged_load`). Pages on the host are loaded unless recomputing them is estimated to cost all requests
+less time.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
     PrefetchPending: ("prefetch_pending", "the prefetch of the request had not ended"),
     ExchangePending: ("exchange_pending", "evicted pages were being copied to the host"),
 }
-_REFUSED = "admissions that were refused and are tried again"
+_REFUSED = "refused admissions, which the scheduler retries"
 _HITS = {
     "device": "were on the device",
     "host": "were loaded from the host",
@@ -65,14 +67,14 @@ class _Expected:
     rows: Mapping[Component, Rows]
 
     def is_for(self, on_device: Expectation, rows: Mapping[Component, Rows]) -> bool:
-        """Return whether both expectations are equal."""
+        """Return whether this expectation has exactly the pages `on_device` and `rows`."""
         pairs = [(self.on_device, on_device), (self.rows, rows)]
         return all(np.array_equal(before[name], now[name]) for before, now in pairs for name in now)
 
 
 class Admit:
-    """Makes and extends leases. Owned by the scheduler thread. `staged`: None unless the write policy is
-    `exclusive`."""
+    """Makes and extends leases. Owned by the scheduler thread. `staged`: the staged loads; None unless the write
+    policy is `exclusive`."""
 
     def __init__(self, context: EngineContext, prompts: Prompts, copies: Copies) -> None:
         self._context, self._prompts, self._copies = context, prompts, copies
@@ -85,18 +87,18 @@ class Admit:
         self._requests = count("admit.requests", "prompts admitted; a preempted request counts once")
         self._uncounted = count(
             "admit.uncounted_requests",
-            "admissions that are no new prompt: after a preemption, further answers, warm-up",
+            "admissions that do not count as a new prompt: after a preemption, for further answers, warm-up",
         )
         self._uncounted_hits = count(
-            "admit.uncounted_hit_tokens", "cached tokens of uncounted requests, which are no hits"
+            "admit.uncounted_hit_tokens", "cached tokens of uncounted requests; they do not count as hits"
         )
-        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts, hit or computed")
+        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: hit tokens and computed tokens")
         self._hits = [
             count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
             for tier, how in _HITS.items()
         ]
         self._computed = count(
-            "admit.computed_tokens", "tokens of admitted prompts that no tier provided when they were admitted"
+            "admit.computed_tokens", "tokens of admitted prompts that were computed, because no tier provided them"
         )
         self._refused = {
             error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
@@ -113,7 +115,7 @@ class Admit:
 
     @property
     def expected(self) -> Mapping[str, object]:
-        """The pages that queued requests will use, by request. A view."""
+        """A view of the pages that queued requests will use, by request id."""
         return self._expectations
 
     def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
@@ -127,7 +129,8 @@ class Admit:
                     raise
                 self.staged.advance()
             except ResourceExhausted:
-                # Apply copies that have ended; then use the capacity that was reserved for another request.
+                # Apply copies that have ended. Also take the capacity of a staged load that is ready for another
+                # request.
                 has_ended_copy = self._copies.poll()
                 has_ended = self.staged is not None and self.staged.end_ready(request.request_id)
                 if not (has_ended_copy or has_ended):
@@ -175,7 +178,7 @@ class Admit:
         return lease
 
     def join(self, lease: Lease, num_tokens: int, num_delayed: int) -> Hit:
-        """See `CacheEngine.join`. If it raises, the lease can only be released."""
+        """See `CacheEngine.join`. If this method raises, the caller can only release the lease."""
         try:
             admission, located, _ = self._count(lease.request, num_delayed)
         except ExchangePending:
@@ -262,8 +265,8 @@ class Admit:
             self._context.by_name[name].pages.expect(of_component, change)
 
     def evict_ahead(self, leases: Mapping[str, Lease]) -> bool:
-        """Evict pages before `leases` and queued requests need their slots, if they would otherwise wait for copies.
-        Returns whether a load in steps is in progress."""
+        """Evict pages before `leases` and queued requests need slots, so that these requests need not wait for copies.
+        Returns whether a staged load is in progress."""
         assert self.staged is not None
         self.staged.evict_ahead(leases, has_queued=len(self._expectations) > 0)
         return self.staged.is_in_progress
@@ -349,7 +352,7 @@ class Admit:
         return component.shortage(needed, self._copies.num_in_flight(component.name))
 
     def _take_slots(self, lease: Lease, num_slots: int, num_loaded: int = 0) -> torch.Tensor:
-        """Append `num_slots` slots to the lease. A load will write to the first `num_loaded` of them."""
+        """Append `num_slots` slots to the lease. A load will write to the first `num_loaded` of these slots."""
         slots = self._context.full.alloc(num_slots)
         with ExitStack() as undo:
             undo.callback(self._context.full.free, slots)
@@ -372,10 +375,10 @@ class Admit:
         start: int = 0,
         num_computed: int = 0,
     ) -> Hit:
-        """Append slots to the lease, and submit the load of the pages `to_load` to the first of them.
+        """Append slots to the lease, and submit the load of the pages `to_load` to the first of these slots.
 
-        The load takes over the host locks of `held`. `start`: the number of tokens whose slots are in the row already.
-        Returns the tokens after the first `num_computed` that need no computing."""
+        The load takes over the host locks of `held`. `start`: the number of tokens whose slots the row of the request
+        already has. Returns the hit: the tokens after the first `num_computed` that need no computing."""
         tree, full, page = self._context.tree, self._context.full, self._context.tree.page_size
         lease.length, lease.cached_len = admission.end, admission.length
         full_len = admission.match.full_len if located is None else located.host_end * page

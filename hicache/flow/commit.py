@@ -1,8 +1,8 @@
 """Commit: the tree gets the pages that a request computed. Release: a request ends, and its hints take effect.
 
-The tree gets the slots of complete pages in chunks. If another request committed a page first, its slots are used, and
-the slots of this request are freed. A value that belongs to exactly the computed tokens, like a recurrent state, is
-donated with them.
+The tree gets the slots of complete pages in chunks. If another request committed a page first, the tree keeps the slots
+of that request, and the slots of this request are freed. A value that belongs to exactly the computed tokens, like a
+recurrent state, is given to the tree with the pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Commit:
         self._windows = context.by_name.get(SWA)
         self.has_hints = False
         self._skipped_states = context.metrics.counter(
-            "commit.skipped_states", "recurrent states not cached because all states of the device tier were in use"
+            "commit.skipped_states",
+            "recurrent states that were not cached because all states of the device tier were in use",
         )
         order, page = context.full.resident.order, context.tree.page_size
         context.metrics.gauge(
@@ -79,8 +80,8 @@ class Commit:
             steps.callback(tree.touch, lease.node)
 
     def _use_below(self, lease: Lease, *, continues: bool) -> None:
-        """Count the prefix of a lease as used on the host, and the part of it that may be used again as used in the
-        stores."""
+        """Count a use of a lease's prefix on the host, and in the stores a use of the part of the prefix that may be
+        used again."""
         context, tree = self._context, self._context.tree
         rows = tree.required(tree.path_rows(lease.node), lease.node.depth_tokens)
         with_host = context.components if context.has_host else ()
@@ -98,8 +99,8 @@ class Commit:
                 writes.used(keys)
 
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
-        """Return the components that donate a value with the first `length` tokens. None: a component has no capacity
-        for its value, so the tree gets nothing."""
+        """Return the components that donate a value with the first `length` tokens. Returns None if a component has no
+        capacity for its value; the tree then gets nothing."""
         donors: list[CacheComponent] = []
         for component in self._context.components[1:]:  # full attention donates no value
             need = component.needed_to_donate(lease, length)
@@ -112,12 +113,12 @@ class Commit:
         return donors
 
     def _insert(self, lease: Lease, tokens: Tokens, end: int, donors: Sequence[CacheComponent]) -> None:
-        """Insert positions [tree_len, end) into the tree, with the values that belong to their end. If an error is
-        raised, nothing was inserted.
+        """Insert positions [tree_len, end) into the tree, with the values that `donors` have for exactly `end` tokens.
+        If an error is raised, nothing was inserted.
 
         [tree_len, tree_len + len(existing))   the tree's slots replace the lease's, which are freed
         [.., tree_len + accepted_len)          the lease's slots become the tree's
-        [.., end)                              another request is loading these: a later commit gives them
+        [.., end)                              another request is loading these pages: a later commit inserts them
         """
         context, tree, start = self._context, self._context.tree, lease.tree_len
         slots = lease.held_slots(start, end)
@@ -161,14 +162,14 @@ class Commit:
     # Hints
 
     def expire_hints(self) -> None:
-        """End the deadlines that have passed."""
+        """End the hints whose deadline has passed."""
         now_s = self._context.clock()
         self._context.tree.expire(now_s)
         for component in self._context.components if self._context.has_host else ():
             component.pages.order.expire(now_s)
 
     def _enter_hints(self, lease: Lease, on_host: Mapping[Component, Rows]) -> int:
-        """Apply the hints of a request that ends. Its prompt was unlocked and counted as used before. `on_host`: the
+        """Apply the hints of a request that ends. The prompt was unlocked and counted as used before. `on_host`: the
         rows of the prompt on the host, empty without a host tier. Returns the number of prompt pages that may be used
         again."""
         num_pages = lease.node.depth_tokens // self._context.tree.page_size
@@ -183,7 +184,8 @@ class Commit:
         return num_pages
 
     def _end_session(self, lease: Lease) -> int:
-        """Return the number of pages at the end of the prompt that no other prompt shares."""
+        """End the session of the pages at the end of the prompt that no other prompt shares. Returns the number of
+        these pages."""
         context, tree = self._context, self._context.tree
         rows = tree.alone_rows(lease.node, max(lease.request.branch_points, default=0))
         tree.end_session(rows)
@@ -201,7 +203,7 @@ class Commit:
 
 
 def _require_sequence(lease: Lease, tokens: Tokens) -> None:
-    """Raise InvalidTokens if a token has no slot yet, and TokensMismatch if a token differs from those of the lease."""
+    """Raise InvalidTokens if a token has no slot yet, and TokensMismatch if a token differs from the lease's token."""
     if len(tokens) > lease.length:
         raise InvalidTokens(
             f"{lease.request_id}: {len(tokens)} tokens were committed, the lease has slots for {lease.length}; "

@@ -24,9 +24,9 @@ from hicache.tiers import DISK, FULL, Component, Store, joined
 
 @dataclass(frozen=True)
 class EngineContext(EngineParts):
-    """`components`: those of the model, FULL first. `stores`: the tiers below the host, in the order of lookups.
-    `watch`: records full pages that the host gets and evicts. `page_uses`: uses of pages that the disk has or may get.
-    `clock`: returns seconds, for deadlines and write budgets."""
+    """`components`: the components of the model, FULL first. `stores`: the tiers below the host, in the order of
+    lookups. `watch`: records full pages that the host gets and evicts. `page_uses`: records which pages of the disk, or
+    pages that may be written to it, requests used. `clock`: returns seconds, for deadlines and write budgets."""
 
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
@@ -60,12 +60,12 @@ class EngineContext(EngineParts):
 
     @cached_property
     def exclusive(self) -> TierPages | None:
-        """The full pages of the host under `exclusive`, else None."""
+        """The full pages of the host under the write policy `exclusive`; None under other policies."""
         return self.full.pages if self.has_host and self.full.pages.is_exclusive else None
 
     def evict(self, rows: Rows, name: Component) -> list[Released]:
         """Evict unlocked pages of a component from the device; full pages are evicted with their windows and states.
-        Returns the values to be freed."""
+        The caller frees the returned values."""
         if name == FULL and self.exclusive is not None:
             self.exclusive.left_above(rows)
         return self.tree.evict(rows, name)
@@ -78,7 +78,7 @@ class EngineContext(EngineParts):
 
 
 def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
-    """Join the values that were removed from the tree, by component."""
+    """Join the values of each component that were removed from the tree."""
     values: dict[Component, list[torch.Tensor]] = {}
     for item in released:
         values.setdefault(item.component, []).append(item.value)

@@ -4,12 +4,12 @@ A `Backup` copies pages from the device to the host: pages that the write policy
 `Load` copies pages from the host to slots of the device, layer by layer, while the forward pass that needs them runs.
 
 Before a copy is submitted, its source pages are locked and its target pages allocated. `Copies.poll` applies ended
-copies in the order of submission. The pages of a backup are published at its end; a failed backup frees its host pages.
-Matches find the nodes of a load at once, and requests that use them wait for each layer by the load id. If a load
-fails, its nodes are removed from the tree.
+copies in the order of submission. The pages of a backup are published at its end; a failed backup frees its pool pages.
+The nodes of a load are in the tree as soon as the load is submitted. A request that matches these nodes waits for each
+layer by the load id. If a load fails, its nodes are removed from the tree.
 
 If the device lacks capacity, the pages of the lowest rank are evicted. Under a write policy that copies at eviction,
-victims that the host lacks are backed up together, and their slots are free when this copy has ended
+evicted pages that the host lacks are backed up in one copy, and their slots are free when this copy has ended
 (`CacheComponent.evicting`)."""
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ log = logging.getLogger(__name__)
 
 
 class Unsaved(NamedTuple):
-    """Consecutive pages of a prompt that are on the device; the host lacks some of them.
+    """Consecutive pages of a prompt that are on the device; the host lacks at least one of these pages.
 
-    `rows`: rows of the tree. `value`: their slots or states. `needs_full`: whether the host can use the windows or
-    states only with their full pages; False if the full pages are elsewhere. `event_pages`: the pages as events report
-    them. `uses`: uses of the pages, see `TierPages`."""
+    `rows`: rows of the tree. `value`: the slots or states of these pages. `needs_full`: whether the host can use the
+    windows or states only with their full pages; False if the device or a store has the full pages. `event_pages`: the
+    pages as events report them. `uses`: uses of the pages, see `TierPages`."""
 
     component: CacheComponent
     rows: Rows
@@ -84,8 +84,8 @@ class Unsaved(NamedTuple):
 
 
 class _BackupPages(NamedTuple):
-    """The pages of one component in a backup: host rows in the order of their slots. `full_rows`: the full pages that
-    windows or states need on the host; `NO_ROW` if the full pages are elsewhere."""
+    """The pages of one component in a backup: host rows in the order of their slots. `full_rows`: rows of the full
+    pages that windows or states need on the host; `NO_ROW` if the device or a store has the full pages."""
 
     rows: Rows
     slots: torch.Tensor
@@ -93,8 +93,9 @@ class _BackupPages(NamedTuple):
 
 
 class Backup(Copy):
-    """A copy from device to host: `pages` by component. `locked`: rows of the tree that it locks. `named`: rows of full
-    pages that keep their numbers until it ends. `end`: the index after the last copied page of its prompt."""
+    """A copy of `pages`, by component, from device to host. `locked`: rows of the tree that the backup locks. `named`:
+    rows of full pages that keep their numbers until the backup ends. `end`: the index after the last copied page of its
+    prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,13 +106,15 @@ class Backup(Copy):
 
 
 class Copies(Movement):
-    """All copies of an engine. Owned by the scheduler thread. Pages that arrive on the host go to each of `writes`."""
+    """All copies of an engine. Owned by the scheduler thread. Each of `writes` queues the pages that arrive on the
+    host."""
 
     def __init__(self, context: EngineContext, policy: LoadPolicy, writes: Sequence[Writes]) -> None:
         self._context, self._policy, self._writes = context, policy, tuple(writes)
         self._backups, self._loads = deque[Backup](), deque[Load]()
         self._backs_up_evicted = context.has_host and context.write_policy.on_eviction is not OnEviction.DROP
-        # Keys of pages that were skipped, the latest last; and the most pages that the device can have.
+        # Keys of pages whose backup was skipped, the latest last; and their maximum number, the pages that the device
+        # can have.
         self._counted: dict[bytes, None] = {}
         self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
         self._exposed_s = 0.0
@@ -129,14 +132,15 @@ class Copies(Movement):
             "backup.failures", "copies to the host that failed; their pages stayed on the device"
         )
         self._skipped = count(
-            "backup.skipped_tokens", "tokens not backed up because no host page was free or evictable"
+            "backup.skipped_tokens", "tokens that were not backed up because no host page was free or evictable"
         )
         self._skipped_components = count(
             "backup.skipped_pages",
-            "pages of windows and states not backed up because no host page was free or evictable",
+            "window pages and recurrent states that were not backed up because no host page was free or evictable",
         )
         self._backup_exposed = metrics.histogram(
-            "backup.exposed_seconds", "time for which a call waited for a copy of evicted pages; 0: it did not wait"
+            "backup.exposed_seconds",
+            "time for which a call waited for a copy of evicted pages; 0: the call did not wait",
         )
 
     def _register_loads(self) -> None:
@@ -168,7 +172,7 @@ class Copies(Movement):
         return bool(self._backups or self._loads)
 
     def wait(self) -> None:
-        """Block until all submitted copies have ended. They still have to be applied."""
+        """Block until all submitted copies have ended. The next `poll` applies their results."""
         for copy in (*self._backups, *self._loads):
             copy.wait()
 
@@ -190,7 +194,7 @@ class Copies(Movement):
 
     def backup_selected(self, node: TreeNode, num_new: int = 0) -> None:
         """Back up the pages of the path to `node` that the write policy selects, in one copy, as far as the host has
-        free or evictable pages. The last `num_new` pages are new on the device."""
+        free or evictable pages. `num_new`: the number of pages at the end of the path that are new on the device."""
         if node.parent is None or not self._context.has_host:
             return
         tree, selects = self._context.tree, self._context.write_policy.selects
@@ -198,13 +202,13 @@ class Copies(Movement):
         start = self._first_absent(path, num_new)
         end = start + first_gap(selects(table, path[start:]))
         if start == len(path) and len(self._context.components) > 1 and selects(table, node.rows).all():
-            start -= len(node.rows)  # its full pages were copied before; its windows or states may be missing
+            start -= len(node.rows)  # the host has the node's full pages, but may lack its windows or states
         if end > start:
             self._submit_backup(self.unsaved(path[start:end]), path[:end], start)
 
     def backup_path(self, node: TreeNode) -> None:
-        """Back up the path to `node` under any policy, and wait, so that its slots may be reused. Does nothing under a
-        policy that copies at eviction."""
+        """Back up the pages of the path to `node`, even if the write policy does not select them, and wait for the
+        copy. Does nothing under a policy that copies at eviction."""
         if node.parent is None or not self._context.has_host or self._backs_up_evicted:
             return
         path = self._context.tree.path_rows(node)
@@ -214,9 +218,10 @@ class Copies(Movement):
         self.end_backups()
 
     def backup_evicted(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
-        """Back up evicted pages. `unsaved`: in the order of eviction, so pages come after the pages that follow them.
-        If the host lacks capacity, the pages evicted last are copied. `released`: the values of the pages. The list is
-        emptied if the end of the backup frees them, and stays as it is if nothing is copied."""
+        """Back up evicted pages. `unsaved`: the pages in the order of eviction: later pages of a prompt first. If the
+        host lacks capacity, the pages evicted last are copied. `released`: the values of the pages. If a copy is
+        submitted, the list is emptied, because the end of the backup frees the values. If nothing is copied, the list
+        stays unchanged."""
         self._submit_backup(unsaved[::-1], NO_ROWS, 0, released)
 
     def end_backups(self) -> None:
@@ -227,8 +232,8 @@ class Copies(Movement):
 
     def unsaved(self, rows: Rows, only: Component | None = None) -> list[Unsaved]:
         """Return the pages of `rows` that the device has and the host lacks, FULL first, without pages of ended
-        sessions. `only`: the one component that is evicted, while the full pages stay on the device. Consecutive pages
-        are one item."""
+        sessions. `only`: the component that is evicted, if the full pages stay on the device. Each item has consecutive
+        pages."""
         found, tree = list[Unsaved](), self._context.tree
         for component in self._context.components:
             name, resident = component.name, component.resident
@@ -246,12 +251,13 @@ class Copies(Movement):
         return found
 
     def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
-        """Return which of these pages are neither on the host nor in flight to it."""
+        """Return which of the pages `rows` are neither on the host nor in flight to the host."""
         return ~component.pages.has(component.host_rows(rows), HELD | IN_FLIGHT)
 
     def _first_absent(self, path: Rows, num_new: int) -> int:
-        """Return the index from which no page of the path is on the host or in flight to it. If, among the last
-        `num_new` pages, the host has pages after absent ones, return the first absent one."""
+        """Return the smallest index from which on no page of the path is on the host or in flight to the host. If the
+        host lacks one of the last `num_new` pages and has a later page, return the index of the first of these pages
+        that the host lacks."""
         lacks = ~self._context.full.pages.has(path, HELD | IN_FLIGHT)
         new = len(path) - num_new
         return min(len(path) - first_gap(lacks[::-1]), new + first_gap(~lacks[new:]))
@@ -288,7 +294,7 @@ class Copies(Movement):
                         self._unlock_rest(backup)
 
     def _unlock_rest(self, backup: Backup) -> None:
-        """Unlock the pages after the last copied one, for which the host lacks capacity."""
+        """Unlock the pages after the last copied page. The host has no capacity for these pages."""
         locked, index = backup.locked, self._context.tree.table.index
         backup.locked = {name: rows[index[rows] < backup.end] for name, rows in locked.items()}
         for name, rows in locked.items():
@@ -347,20 +353,21 @@ class Copies(Movement):
 
     @staticmethod
     def _submit_pages(backup: Backup, component: CacheComponent, pages: _BackupPages, *, is_raw: bool = False) -> None:
-        """Submit a copy to the host pages of `pages`; `is_raw`: unpacked, to both host pages of each."""
+        """Submit a copy to the pool pages of `pages`. `is_raw`: pages are copied unpacked, each to two pool pages."""
         pool_pages = torch.from_numpy(component.pages.pool_page[pages.rows])
         second_pool_pages = torch.from_numpy(component.pages.second_pool_page[pages.rows]) if is_raw else None
         backup.add(component.transfer.store(pages.slots, pool_pages, second_pool_pages))
         backup.pages[component.name] = pages
 
     def _are_usable(self, full_rows: Rows) -> Mask:
-        """Return which windows or states are usable: their full page is on the host, in flight to it, or elsewhere."""
+        """Return which windows or states are usable: their full page is on the host, in flight to the host, or not
+        needed there."""
         usable: Mask = (full_rows == NO_ROW) | self._context.full.pages.has(full_rows, HELD | COPY)
         return usable
 
     def _skip(self, component: CacheComponent, keys: Sequence[bytes], *, is_resident: bool) -> None:
-        """Count pages for which the host has no capacity. A page that stays on the device is tried again with each page
-        that follows it, and is counted once."""
+        """Count pages for which the host has no capacity. The backup of a page that stays on the device is tried again
+        when later pages are backed up, but the page is counted once."""
         num_pages = sum(not is_resident or key not in self._counted for key in keys)
         for key in keys if is_resident else ():
             self._counted.pop(key, None)
@@ -380,7 +387,7 @@ class Copies(Movement):
         self._skipped.value += num_tokens
 
     def _end_backup(self) -> None:
-        """Apply the first backup, which has ended."""
+        """Apply the oldest backup, which has ended."""
         self.is_partly_applied = True
         backup, raw = self._backups.popleft(), dict[CacheComponent, _BackupPages]()
         arrived, error = list[tuple[CacheComponent, Rows]](), backup.error
@@ -410,7 +417,8 @@ class Copies(Movement):
         self.is_partly_applied = False
 
     def _submit_raw(self, backup: Backup, raw: Mapping[CacheComponent, _BackupPages]) -> Backup:
-        """Copy the pages of `backup` that do not fit packed. The new backup takes over its locks."""
+        """Copy unpacked the pages of `backup` that do not fit packed. The new backup takes over the locks of
+        `backup`."""
         raw_backup = Backup()
         raw_backup.locked, raw_backup.named = backup.locked, backup.named
         for component, pages in raw.items():
@@ -471,16 +479,16 @@ class Copies(Movement):
     # Capacity on the device
 
     def make_available(self, component: CacheComponent, size: int) -> bool:
-        """Evict until `size` tokens or states of a component are free, and wait for the backups of the victims. Returns
-        False if that is impossible."""
+        """Evict until `size` tokens or states of a component are free, and wait for the backups of the evicted pages.
+        Returns False if too few pages can be evicted."""
         if size <= component.available() or self.prepare(component, size):
             return True
         self._wait_for(component, size)
         return size <= component.available()
 
     def prepare(self, component: CacheComponent, size: int) -> bool:
-        """Evict for `size` tokens or states without waiting. Returns whether they are free now; if not, the copies of
-        `component.evicting` may free them."""
+        """Evict until `size` tokens or states are free, without waiting for copies. Returns whether they are free now.
+        If not, they may be free when the copies in `component.evicting` have ended."""
         short = size - component.available()
         if short <= 0:
             return True
@@ -496,7 +504,8 @@ class Copies(Movement):
             self._wait_for(component, component.available() + component.num_evicting)
 
     def _wait_for(self, component: CacheComponent, size: int) -> None:
-        """Wait for backups of evicted pages until `size` are free, or none is in flight."""
+        """Wait for backups of evicted pages until `size` tokens or states are free, or no backup of evicted pages is in
+        flight."""
         while component.num_evicting and component.available() < size:
             start_s = time.perf_counter()
             self._backups[0].wait()
@@ -506,7 +515,7 @@ class Copies(Movement):
 
     def _evict(self, component: CacheComponent, short: int) -> None:
         name, context = component.name, self._context
-        released, evicting = list[Released](), list[Released]()  # values free at once; values free when they are copied
+        released, evicting = list[Released](), list[Released]()  # freed at once; freed after their copy
         unsaved, victims = list[Unsaved](), list[Rows]()
         try:
             while short > 0 and len(rows := component.resident.take(short)):
@@ -551,7 +560,7 @@ class Copies(Movement):
 
     def pin(self, request: CacheRequest, admission: Admission, undo: ExitStack) -> Lease:
         """Make a lease that locks the part of a prefix that is on the device, with the windows and states that the
-        complete prefix needs. `undo` ends the locks."""
+        complete prefix needs. The callbacks of `undo` end the locks."""
         context, tree = self._context, self._context.tree
         node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
         lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
@@ -563,14 +572,14 @@ class Copies(Movement):
     def hold(
         self, admission: Admission, located: Located, held: ExitStack, *, is_used: bool = True
     ) -> dict[Component, PromptRows]:
-        """Lock the host pages that are to be loaded, and return them. `held` ends the locks. `is_used`: whether to
-        count a use of the prefix on the host."""
+        """Lock the host pages that are to be loaded, and return them. The callbacks of `held` end the locks. `is_used`:
+        whether to count a use of the prefix on the host."""
         end, to_load = admission.length // self._context.tree.page_size, dict[Component, PromptRows]()
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
             # An optional component requires no page, but may load some.
             first = min(component.first_required(end), pages[0] if pages else end)
-            if is_used and component.name != FULL:  # the table has one count of full pages for both tiers
+            if is_used and component.name != FULL:  # for full pages, the table counts uses on both tiers together
                 component.pages.table.hits[located.rows_of(component, range(first, end)).rows] += 1
             if pages:
                 to_load[component.name] = found = located.rows_of(component, pages)
@@ -590,7 +599,7 @@ class Copies(Movement):
         into the lease's running state. The lock of the lease, for a prefix of `length` tokens, moves to the last loaded
         node, and the load owns the host locks of `pages` from now on.
 
-        If it raises, all submitted copies have ended, and `slots` still belong to the lease."""
+        If this method raises, all submitted copies have ended, and `slots` still belong to the lease."""
         tree = self._context.tree
         load = Load(lease.node, prompt, pages, self.loads_of(tree.path_rows(lease.node)))
         with ExitStack() as undo:
@@ -610,15 +619,15 @@ class Copies(Movement):
         return load
 
     def end_loads(self, loads: Sequence[Load]) -> None:
-        """Wait until these loads have ended, and apply them. Another load may be submitted afterwards."""
+        """Wait until `loads` have ended, and apply their results. Afterwards, the caller may submit another load."""
         while self._loads and (any(not load.completed for load in loads) or not self.can_load()):
             self._loads[0].wait()
             self._end_load()
 
     def free(self, lease: Lease) -> None:
-        """Free the slots, the states and the row of a lease, and detach it from its loads. The lease keeps its lock on
-        the prefix."""
-        with ExitStack() as steps:  # all of them, the last first, whatever raises
+        """Free the slots, the states and the row of a lease, and detach the lease from its loads. The lease keeps its
+        lock on the prefix."""
+        with ExitStack() as steps:  # runs all callbacks, the last first, even if one raises
             for load in lease.loads:
                 steps.callback(self.stop_reading, load)
             if lease.req_pool_idx is not None:
@@ -627,7 +636,7 @@ class Copies(Movement):
                 steps.callback(component.release, lease)
 
     def loads_of(self, rows: Rows) -> list[Load]:
-        """Return the loads in flight that write any of these pages, oldest first, without abandoned loads."""
+        """Return the loads in flight that write any of the pages `rows`, oldest first, without abandoned loads."""
         if not self._loads:
             return []
         numbers = set[int]()
@@ -636,8 +645,8 @@ class Copies(Movement):
         return [load for load in self._loads if load.number in numbers]
 
     def has_failed(self, rows: Rows) -> bool:
-        """Return whether a load in flight of any of these pages has failed. A request that uses these pages would fail
-        too."""
+        """Return whether a load in flight of any of the pages `rows` has failed. A request that uses these pages would
+        fail too."""
         return bool(self._loads) and any(load.error is not None for load in self.loads_of(rows))
 
     @staticmethod
@@ -681,7 +690,7 @@ class Copies(Movement):
         load.add(op)
 
     def _end_load(self) -> None:
-        """Apply the first load, which has ended."""
+        """Apply the oldest load, which has ended."""
         self.is_partly_applied = True
         load, tree, components = self._loads.popleft(), self._context.tree, self._context.by_name
         depended_on = load.depends_on
@@ -695,7 +704,7 @@ class Copies(Movement):
             self.detach(load)
         else:
             self._failed_loads.value += 1
-            # Dependent loads first: their pages are removed from the tree before those of this load.
+            # Dependent loads first: their pages are removed from the tree before the pages of this load.
             for other in reversed(self._loads):
                 if other.error is not None:
                     self._abandon(other)
@@ -710,8 +719,8 @@ class Copies(Movement):
         self.is_partly_applied = False
 
     def _abandon(self, load: Load) -> None:
-        """Remove the pages of a failed load from the tree. Its slots are not reused while a lease or load reads
-        them."""
+        """Remove the pages of a failed load from the tree. The slots of the load are not reused while a lease or
+        another load reads them."""
         if load.abandoned:
             return
         load.abandoned = True
@@ -720,7 +729,7 @@ class Copies(Movement):
         self.detach(load)
 
     def _free_unread(self, load: Load) -> None:
-        """Free the slots and the number of a failed load that has ended and has no readers."""
+        """If a load has ended and has no readers, free its load ids, and the slots of a failed load."""
         if load.readers or not load.completed:
             return
         for slots in load.orphans:

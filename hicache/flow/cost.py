@@ -24,15 +24,16 @@ from hicache.tiers import DISK, Store
 log = logging.getLogger(__name__)
 
 _DECISIONS = {
-    "accepted": "load, estimated to cost all requests less time than recomputation",
-    "declined": "recompute, estimated to cost all requests less time than loading",
-    "unmeasured": "load, while one of the two speeds was unknown",
+    "accepted": "load, because this was estimated to cost all requests less time than recomputation",
+    "declined": "recompute, because this was estimated to cost all requests less time than loading",
+    "unmeasured": "load while the speed of loading or computing was unknown",
 }
-_DECAY = 0.9  # weight of earlier observations for each new one
+_DECAY = 0.9  # factor on the weight of all earlier observations at each new one
 _STALE_S = 60.0
 _HALF_LIFE_TOKENS = 1 << 17
 _MIN_SPREAD = 0.01
-# Slower than any GPU that serves long contexts. While the speed is unknown, requests therefore wait for reads.
+# The prefill speed that is assumed while no speed is known. It is slower than any GPU that serves long contexts, so
+# requests wait for reads.
 _ASSUMED_TOKENS_PER_S = 1000.0
 _GAUGED_TOKENS = 8192
 _COSTLY_S = 1.0
@@ -42,8 +43,8 @@ _FAMILY = "movement_bytes_per_second"
 class TransferRate:
     """Bytes per second of recent operations, weighted by their bytes.
 
-    The rate is unknown before the first operation, and when the last operation is older than `_STALE_S`. Requests avoid
-    a slow tier, so no operation would show that it has recovered.
+    The rate is unknown before the first operation, and when the last operation is older than `_STALE_S`. An old rate is
+    not used, because requests avoid a slow tier, and then no operation shows that the tier has recovered.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -62,7 +63,7 @@ class TransferRate:
                 self._observed_s = now_s
 
     def seconds(self, num_bytes: float) -> float | None:
-        """Return the seconds that `num_bytes` take; None if the rate is unknown."""
+        """Return the seconds that an operation of `num_bytes` takes; None if the rate is unknown."""
         if self._clock() - self._observed_s > _STALE_S:
             return None
         return num_bytes * self._seconds / self._num_bytes
@@ -75,10 +76,10 @@ class TransferRate:
 class PrefillCost:
     """Seconds of prefill as `token_s * tokens + pair_s * tokens * mean position`, fitted to the passes observed.
 
-    The first term is the cost of each token; the second is attention, whose cost grows with the position. Both are
-    fitted by least squares over passes, whose weights decay with a half-life of `_HALF_LIFE_TOKENS` computed tokens.
-    Short passes have little weight, because they are mostly overhead. If all passes have one position, the first term
-    gets the complete cost.
+    The first term is the cost of each token; the second is attention, whose cost grows with the position. Both terms
+    are fitted by least squares over passes, whose weights decay with a half-life of `_HALF_LIFE_TOKENS` computed
+    tokens. Short passes have little weight, because they are mostly overhead. If all passes have the same mean
+    position, the first term gets the complete cost.
     """
 
     def __init__(self) -> None:
@@ -131,10 +132,9 @@ class PrefillCost:
 class CostModel:
     """The rates of one engine and the estimates that follow from them. Owned by the scheduler thread.
 
-    `tokens_per_s`: "auto" measures the prefill speed; 0: computing is never chosen; any other value is used in place of
+    `tokens_per_s`: "auto" measures the prefill speed; 0: loading is always chosen; any other value is used in place of
     a measured speed. `num_readers`: parallel reads, by store. `prefill`: the measured cost of computing.
-    `num_observed`: passes
-    and loads that were observed.
+    `num_observed`: the number of passes and loads that were observed.
     """
 
     @classmethod
@@ -162,7 +162,9 @@ class CostModel:
             gauge(name, f"measured rate of one thread that reads from the {of}", rate.bytes_per_s, _FAMILY, **labels)
         help, labels = "measured rate of loads from host to device", {"movement": "load", "direction": "host_to_device"}
         gauge("cost.load_bytes_per_second", help, self._loads.bytes_per_s, _FAMILY, **labels)
-        help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or not measured"
+        help = (
+            f"estimated prefill speed over the first {_GAUGED_TOKENS} tokens; 0: unknown, or prefill_tokens_per_s is 0"
+        )
         gauge(
             "cost.prefill_tokens_per_second",
             help,
@@ -170,7 +172,7 @@ class CostModel:
         )
 
     def observe_reads(self, moved: Sequence[tuple[int, float]], store: Store = DISK) -> None:
-        """Record reads of a store to the host, each as (bytes, seconds of its reader)."""
+        """Record reads from a store to the host, each as (bytes, seconds for which it occupied a reader thread)."""
         self._reads[store].observe(*moved)
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
@@ -184,15 +186,15 @@ class CostModel:
     def read_s(self, num_bytes: float, num_jobs: int, store: Store = DISK) -> float | None:
         """Return the seconds of reading `num_bytes` from a store in `num_jobs` jobs; None if the rate is unknown.
 
-        The rate of one reader depends on the number of parallel readers. If a read occupies more readers than were
-        measured, the rate is too high, and the jobs of the read correct it as they end. A rate that is too low would
-        never be corrected, because no request would wait for the store.
+        The rate of one reader depends on the number of parallel readers. If a read occupies more readers than the
+        measured reads, the estimated rate is too high, and the jobs of the read correct the rate as they end. A rate
+        that is too low would never be corrected, because no request would wait for the store.
         """
         return self._reads[store].seconds(num_bytes / max(1, min(num_jobs, self._num_readers[store])))
 
     def parts(self, stores: Sequence[Store]) -> dict[Store, float]:
-        """Return the share of pages in both stores that each store reads, by their rates; equal shares if no rate is
-        known."""
+        """Return the share that each store reads of the pages that all `stores` have, in proportion to their rates;
+        equal shares if no rate is known."""
         if len(stores) == 1:
             return {stores[0]: 1.0}
         times_s = {store: self.read_s(1, self._num_readers[store], store) for store in stores}
@@ -210,13 +212,13 @@ class CostModel:
         return self.prefill.seconds(start, end) if self.prefill.is_known else None
 
     def is_costly(self, num_tokens: int) -> bool:
-        """Whether a prompt of `num_tokens` is known to take more than a second to compute. Then its pages are worth a
-        copy on other machines before they are used again."""
+        """Return whether a prompt of `num_tokens` is known to take more than a second to compute. The pages of a prompt
+        like this are worth a copy in the remote store before their second use."""
         return (self.prefill_s(0, num_tokens) or 0.0) > _COSTLY_S
 
     def longest_wait_s(self, start: int, end: int) -> float:
-        """Return the longest wait for positions [start, end): the time of computing them, at an assumed low speed if
-        none was measured."""
+        """Return the longest wait for positions [start, end): the time of computing them, at an assumed low speed if no
+        speed is known."""
         compute_s = self.prefill_s(start, end)
         return (end - start) / _ASSUMED_TOKENS_PER_S if compute_s is None else compute_s
 
@@ -239,7 +241,7 @@ class LoadEstimate(NamedTuple):
         return math.inf if self.compute_s is None else self.compute_s * (1 + self.num_delayed)
 
     def is_worth_loading(self, no_progress_s: float = 0.0, tolerance: float = 1.0) -> bool:
-        """Return whether to load, or to continue a wait. True until both times are known.
+        """Return whether to load, or to continue a wait. True while one of the two times is unknown.
 
         `no_progress_s`: seconds without an arriving page, at most the limit. `tolerance`: the factor by which the rest
         of a wait in progress may exceed the limit.
@@ -250,8 +252,8 @@ class LoadEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of one engine, by id: `running` ones hold a lease, `expected` ones are queued, and `waiting` ones
-    wait for a prefetch. Views of their owners' mappings; scheduler thread."""
+    """The requests of one engine, by id: `running` requests have a lease, `expected` requests are queued, and `waiting`
+    requests wait for a prefetch. The mappings belong to other objects and change with them. Scheduler thread only."""
 
     running: Mapping[str, object]
     expected: Mapping[str, object]
@@ -264,8 +266,8 @@ class Requests:
 
     @property
     def num_delayed(self) -> int:
-        """The requests that computing delays: all that run or wait for the device, without those that wait for a
-        prefetch."""
+        """The number of requests that computing delays: all requests that run or wait for the device, without requests
+        that wait for a prefetch."""
         return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
 
     def is_delayed(self, request_id: str) -> bool:

@@ -1,5 +1,4 @@
-"""The counters of prefetches: their decisions and outcomes, and the pages that they read. The scheduler thread writes
-them."""
+"""The metrics of prefetches: decisions, outcomes and pages read. Only the scheduler thread updates these metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefetchCounters:
-    """The decisions and outcomes of prefetches, and the pages that they read."""
+    """Counters of the decisions and outcomes of prefetches, and of the pages that prefetches read."""
 
     def __init__(self, context: EngineContext) -> None:
         count, histogram = context.metrics.counter, context.metrics.histogram
@@ -23,24 +22,26 @@ class PrefetchCounters:
         def outcome(name: str, help: str) -> Counter:
             return count(f"prefetch.{name}_requests", help, "prefetch_outcome_requests", outcome=name)
 
-        self.requests = count("prefetch.requests", "prefetches requested")
+        self.requests = count("prefetch.requests", "prefetches that were requested")
         self.waited = outcome(
             "waited", "requests that waited because waiting was estimated to cost less than computing"
         )
         self.skipped = outcome("skipped", "requests that did not wait because computing was estimated to cost less")
         self.abandoned = outcome(
             "abandoned",
-            "requests that stopped waiting because computing the rest would take less time, or no page arrived",
+            "requests that stopped waiting because computing the remaining pages would take less time, or because no "
+            "page was read",
         )
         self.overlapped = outcome(
             "overlapped", "requests whose first tokens were computed while their last pages were read"
         )
         self._computed = count(
             "prefetch.overlap_computed_tokens",
-            "tokens that overlapped requests computed while pages of later tokens were read",
+            "tokens that requests computed while pages of their later tokens were read",
         )
         self._loaded = count(
-            "prefetch.overlap_loaded_tokens", "tokens that overlapped requests loaded instead of computing them"
+            "prefetch.overlap_loaded_tokens",
+            "tokens that requests loaded from pages that were read while their first tokens were computed",
         )
         context.metrics.gauge(
             "prefetch.overlap_loaded_ratio",
@@ -49,14 +50,14 @@ class PrefetchCounters:
         )
         self.coalesced = outcome("coalesced", "prefetches that waited for a read that another request had started")
         self.deferred = outcome(
-            "deferred", "prefetches that waited because no host page was free or the read queue was full"
+            "deferred", "prefetches that waited because no host page was free or the queue of reads was full"
         )
         self.retries = count("prefetch.retries", "repeated attempts to start deferred prefetches")
         self.estimated_s = count("prefetch.estimated_seconds", "estimated duration of completed waits for stores")
         self.waited_s = histogram("prefetch.waited_seconds", "measured duration of completed waits for stores")
         self.lost = count("prefetch.lost_pages", "pages that a store had announced but could not return intact")
         self.read_tokens = count("prefetch.read_tokens", "tokens that prefetches added to the host tier")
-        self.refused = count("prefetch.refused_jobs", "jobs not started because the readers' queue was full")
+        self.refused = count("prefetch.refused_jobs", "read jobs that were not queued because the queue was full")
         moved, took = (
             "bytes of verified pages that a job read from the store to the host",
             "time for which a read job occupied a reader thread",
@@ -75,8 +76,8 @@ class PrefetchCounters:
         return self._loaded.value / max(1, self._loaded.value + self._computed.value)
 
     def count_deferred(self, num_claimed: int, max_pages: int) -> None:
-        """Count a request that waits for host pages, because prefetches claim `num_claimed` of `max_pages`; 0: for
-        another reason."""
+        """Count a request whose prefetch waits for host pages. `num_claimed`: pages that prefetches claim, of the
+        `max_pages` that they may claim; 0 if the request waits for another reason."""
         self.deferred.value += 1
         if num_claimed and not self._has_been_full:
             self._has_been_full = True

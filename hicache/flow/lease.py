@@ -32,7 +32,7 @@ class Hit:
 
     @property
     def loaded(self) -> Hit:
-        """The same without the tokens that were on the device."""
+        """The hit without the tokens that were on the device."""
         return Hit(0, self.host, self.disk, self.remote)
 
     def __add__(self, other: Hit) -> Hit:
@@ -45,8 +45,9 @@ class Hit:
 class LookupResult:
     """Tokens of a prompt that each tier would serve now: device, then host, disk and remote, without a gap.
 
-    `disk_known`: whether disk and remote store answered in time; if not, they may have more pages. `missed`: the other
-    tokens by reason, see `docs/metrics.md`. Loads that the load gate would decline count as hits.
+    `disk_known`: whether disk and remote store answered in time; if False, the stores may have more pages of the
+    prompt. `missed`: the other tokens by reason, see `docs/metrics.md`. Loads that the load gate would decline count as
+    hits.
     """
 
     device: int
@@ -61,24 +62,27 @@ class LookupResult:
 class CacheRequest:
     """A request for admission. `tokens`: int64 ids of the complete prompt; `namespace`: the tenant.
 
-    `reserve_tokens`: tokens after the cached prefix that get slots at admission; `extend` allocates the others. None:
-    all tokens. `priority`, from 0: under `eviction_policy="priority"`, all pages of the request have at least this
-    priority from then on. `branch_points`: token positions after which other prompts may differ, for example the end of
-    a system prompt; a hybrid model keeps a recurrent state at the last page boundary before each. `max_cached_tokens`:
-    the most tokens that are taken from the cache; None: no limit. `is_counted`: whether the metrics of hits count the
-    prompt; False for a preempted request, which finds its own pages. `may_wait`: whether `acquire` may wait for copies
-    of evicted pages; if False, it raises `ExchangePending`, and `poll` continues the copies.
+    `reserve_tokens`: the number of tokens after the cached prefix that get slots at admission; `extend` allocates slots
+    for later tokens. None: all tokens get slots. `priority`, from 0: under `eviction_policy="priority"`, all pages of
+    the request have at least this priority from its admission on. `branch_points`: token positions after which other
+    prompts may differ, for example the end of a system prompt; a hybrid model keeps a recurrent state at the last page
+    boundary before each branch point. `max_cached_tokens`: the most tokens that are taken from the cache; None: no
+    limit. `is_counted`: whether the metrics of hits count the prompt; False for a preempted request, which finds its
+    own pages. `may_wait` applies only to `exclusive`: whether `acquire` may wait for copies of evicted pages; if
+    False, `acquire` raises `ExchangePending`, and `poll` continues the staged load. Under `write_back`, `acquire`
+    always waits for copies of pages that it evicts, and raises `ExchangePending` if pages of the prompt are being
+    copied.
 
     Two hints take effect under `eviction_policy="auto"`, the default. `priority`: each level doubles the counted uses
     of a page, for at most 32 levels. `expected_uses`, from 1: how often the prompt will be requested again with its
     answer, counted from the end of the lease.
 
     Two other hints take effect under every policy, from the end of the lease until the prompt is used again.
-    `session_end`: the prompt will not be requested again. Its pages after the last branch point that no other prompt
-    shares are evicted first and no longer written; pages that the request computes are not copied to the host.
-    `next_turn_within_s`: a prompt that continues this one is expected within this time. For four times as long, its
-    pages are evicted after pages without a hint. At most nine tenths of a tier are kept in this way; above that, the
-    oldest hint ends."""
+    `session_end`: the prompt will not be requested again. The prompt's pages after the last branch point that no other
+    prompt shares are evicted first and no longer written to stores. Pages that the request computes are not copied to
+    the host. `next_turn_within_s`: a prompt that continues this prompt is expected within this time. For four times as
+    long, the pages of the prompt are evicted after pages without a hint. This hint protects at most nine tenths of a
+    tier; if more pages have it, the oldest hint ends."""
 
     request_id: str
     tokens: npt.NDArray[np.int64]
@@ -95,12 +99,13 @@ class CacheRequest:
 
 
 class Prefetch:
-    """The caller's view of one prefetch. Only `poll()` and `cancel()` change it, and then call `on_change` with it.
+    """The caller's view of one prefetch. Only `poll()` and `cancel()` change the handle, and then call `on_change` with
+    the handle.
 
     `ready`: the request may be admitted. `ended`: no further page arrives. `overlaps`: the caller computes the prompt
     while its pages arrive, and calls `join`. `is_preemptible`: the request was admitted without waiting, because
-    computing it delayed no other request. Later requests are served first while waiting for its pages delays all
-    requests less than computing it.
+    computing it delayed no other request. While waiting for the pages of a preemptible request delays all requests less
+    than computing its prompt, later requests are served first.
     """
 
     def __init__(
@@ -137,11 +142,11 @@ class Lease:
     """The resources of an admitted request: a locked prefix, a row of the request table and the slots of its other
     tokens.
 
-    Made by `acquire`, ended by `release` or by the end of its `with` block. Intervals of positions:
+    `acquire` makes a lease; `release`, or the end of its `with` block, ends the lease. Intervals of positions:
 
-        [0, cached_len)          need no computing since `acquire`, or since the last `join`; their loads: `load_ids`
-        [0, tree_len)            slots belong to the tree, pinned through `node`
-        [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
+        [0, cached_len)          need no computing; loaded at `acquire` or the last `join`, see `load_ids`
+        [0, tree_len)            slots belong to the tree and are locked by `node`
+        [tree_len, length)       slots belong to the lease, for KV that the request computes
         [length, held_len)       slots of the last device page that no token uses yet
 
     `request`: the request that was admitted. `tokens`: the prompt, and generated tokens whose slots are in the tree.
@@ -151,14 +156,15 @@ class Lease:
     pages on the host up to `branching_len` are not loaded, because computing them was estimated to cost less.
 
     In a hybrid model, a lease also has two states: the running state `mamba_pool_idx`, which the forward pass advances,
-    and its checkpoint `mamba_checkpoint_idx`, a copy after `checkpoint_len` tokens (0: no checkpoint). If the state of
-    the prefix is on the host, `state_load` loads it into the running state.
+    and the checkpoint `mamba_checkpoint_idx`, a copy of the running state after `checkpoint_len` tokens (0: no
+    checkpoint). If the state of the prefix is on the host, `state_load` is the load of this state into the running
+    state.
 
-    Read `slots` again for each pass, after its `begin_forward`: if another request committed the same tokens first,
-    `commit` replaces this lease's slots with the tree's.
+    Read `slots` again for each pass, after the pass's `begin_forward`: if another request committed the same tokens
+    first, `commit` replaces this lease's slots with slots of the tree.
 
-    Slots are in the request's row, on the pool's device. If the pool is on a GPU and `home`, the allocator's device, is
-    the CPU, the lease also has a copy on the CPU.
+    The row of the request has the slots, on the pool's device. If the pool is on a GPU and `home`, the allocator's
+    device, is the CPU, the lease also has a copy of the slots on the CPU.
     """
 
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
@@ -191,7 +197,7 @@ class Lease:
 
     @property
     def load_ids(self) -> tuple[int, ...]:
-        """The loads of full pages for which the forward pass of this request must wait, layer by layer."""
+        """The ids of the loads of full pages for which the forward pass of this request must wait, layer by layer."""
         return self.load_ids_of(FULL)
 
     def load_ids_of(self, component: Component) -> tuple[int, ...]:

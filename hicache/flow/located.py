@@ -1,6 +1,6 @@
 """The locations of the pages of a prompt in memory: on the device by rows of the tree, on the host by page keys.
 
-One loop finds the longest prefix that all components can use, as in the tree: `Located.last_end`.
+`Located.last_end` finds the longest prefix that all components can use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Located:
     [0, device_end)          full pages on the device
     [device_end, host_end)   full pages on the host, without a gap
 
-    `resident`: for each other component, which of the pages [0, device_end) are on the device.
+    `resident`: for each component except FULL, which of the pages [0, device_end) are on the device.
     """
 
     def __init__(self, context: EngineContext, prompt: Prompt, match: Match) -> None:
@@ -71,7 +71,7 @@ class Located:
         return PromptRows(rows[is_held], np.asarray(indices, np.int64)[is_held])
 
     def rows_named(self, component: CacheComponent, indices: Sequence[int]) -> Rows:
-        """Return the row of each page; `NO_ROW` if it has none."""
+        """Return the row of each page; `NO_ROW` for a page without a row."""
         return component.pages.table.find(self.prompt.keys_of(component.name, indices))
 
     def rows_added(self, component: CacheComponent, indices: range) -> Rows:
@@ -90,7 +90,8 @@ class Located:
         return last_end(self.context.components[1:], limit, floor, gap)
 
     def arriving_end(self, floor: int) -> int:
-        """Return the same for pages in memory or in flight from the device to the host; at least `floor`."""
+        """Return the number of pages of the longest prefix that all components can use when all pages in flight from
+        the device to the host have arrived; at least `floor`."""
         full = self.context.full
         rows = self.rows_named(full, range(self.host_end, self.num_pages))
         limit = self.host_end + first_gap(full.pages.has(rows, HELD | COPY))

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from hicache.flow.lease import Lease
 from hicache.flow.prompt import HostWatch
 from hicache.metrics import Metrics
-from hicache.pages.misses import MISS_HELP, USABLE, MissReason, count
+from hicache.pages.misses import USABLE, MissReason, count, miss_help
 from hicache.pages.table import names_of
 
-# Pages [start, end) of a prompt that a tier has, and the reason for which they are not used: a `MissReason`, or
+# Pages [start, end) of a prompt that a tier has, and the reason for which these pages are not used: a `MissReason`, or
 # `USABLE`.
 Unused = tuple[int, int, int]
 
-_HELP = {reason.label: text for reason, text in MISS_HELP.items()} | {
-    "tail": "behind the last complete page of a prompt, where no page can be found",
-    "unknown": "for an unknown reason: an engine without a host tier does not remember evicted pages",
+_HELP = {reason.label: text for reason, text in miss_help("page").items()} | {
+    "tail": "after the last complete page of the prompt",
+    "unknown": "without a known reason, because an engine without a host tier does not remember evicted pages",
 }
 
 
@@ -29,7 +29,7 @@ class Misses:
         self._counters = {
             label: metrics.counter(
                 f"admit.{label}_missed_tokens",
-                f"computed tokens of admitted prompts, {text}",
+                f"computed prompt tokens {text}",
                 "admit_missed_tokens",
                 reason=label,
             )
@@ -51,7 +51,8 @@ class Misses:
                 self._counters[label].value += num_tokens
 
     def of(self, keys: Sequence[bytes], cached_len: int, num_tokens: int, unused: Sequence[Unused]) -> dict[str, int]:
-        """Return the tokens [cached_len, num_tokens) of a prompt by reason. `keys`: keys of its complete pages."""
+        """Return the number of computed tokens by reason, for positions [cached_len, num_tokens) of a prompt. `keys`:
+        keys of the prompt's complete pages."""
         if self._miss_reasons is None:
             return {"unknown": num_tokens - cached_len}
         first = cached_len // self._page_tokens

@@ -22,19 +22,21 @@ _numbers = itertools.count(1)
 
 
 class PromptRows(NamedTuple):
-    """Pages of a prompt on the host: their rows, and their indices in the prompt, ascending."""
+    """Pages of a prompt that are on the host. `rows`: the rows of the pages; `pages`: the indices of the pages in the
+    prompt, ascending."""
 
     rows: Rows
     pages: Rows
 
     def between(self, start: int, end: int) -> PromptRows:
-        """Return those with indices in [start, end)."""
+        """Return the pages with indices in [start, end)."""
         first, last = np.searchsorted(self.pages, (start, end))
         return PromptRows(self.rows[first:last], self.pages[first:last])
 
 
 class Copy:
-    """One transfer operation per component. The copy is done when all operations are, and failed if one is."""
+    """One transfer operation per component. The copy is done when all operations are done, and has failed if one
+    operation has failed."""
 
     def __init__(self) -> None:
         self.operations: list[TransferOp] = []
@@ -78,13 +80,14 @@ class Copy:
 
 
 class Load(Copy):
-    """A load in flight of host `pages`, which it locks, for the prefix of `prompt` that ends with `node`. `brings`: the
-    rows of the tree that it writes, by component; the column `load` of these rows has its `number`.
+    """A load in flight for the prefix of `prompt` that ends with `node`. `pages`: the host pages that the load copies
+    and locks. `brings`: the rows of the tree whose slots or states the load writes, by component. The column `load` of
+    these rows has the `number` of the load.
 
-    `readers`: the number of leases and later loads that read its pages. The slots of a failed load (`orphans`) are not
-    reused before the last reader has ended. `depends_on`: loads in flight that this load continues; it fails with them.
-    `load_ids`: its numbers in the layer counters. `orphan_states`: values that a lease or the tree freed before the
-    load had written them.
+    `readers`: the number of leases and later loads that read the loaded pages. The slots of a failed load (`orphans`)
+    are not reused before the last reader has ended. `depends_on`: loads in flight of earlier pages of the prompt; if
+    one of them fails, this load fails too. `load_ids`: the ids of this load in the layer counters, by component.
+    `orphan_states`: states that a lease or the tree freed before the load had written them.
     """
 
     def __init__(
@@ -103,12 +106,13 @@ class Load(Copy):
 
     @property
     def error(self) -> Exception | None:
-        """The error of the load, or of the load with which it failed. Final after `wait_outcome`."""
+        """The error of this load, or of a load on which it depends; None without an error. Final after
+        `wait_outcome`."""
         below = (load.error for load in self.depends_on)
         return self._cause or super().error or next((error for error in below if error is not None), None)
 
     def complete(self) -> None:
-        """Mark the load as ended. All loads that it depends on have ended."""
+        """Mark the load as ended. The loads in `depends_on` must have ended before."""
         self._cause, self.depends_on, self.completed = self.error, (), True
 
 
@@ -123,26 +127,26 @@ class Movement(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Apply operations that have ended. Returns whether there were any. Never blocks."""
+        """Apply the results of operations that have ended. Returns whether any operation had ended. Never blocks."""
 
     @abstractmethod
     def is_busy(self) -> bool:
         """Return whether any operation has not ended."""
 
     def wait(self) -> None:  # noqa: B027 - most movements have nothing to wait for
-        """Block until all submitted copies have ended. `poll` still has to apply them."""
+        """Block until all submitted copies have ended. The next `poll` applies their results."""
 
     def device_locks(self, component: Component) -> Iterable[Rows]:
         """Yield the device rows that this movement locks."""
         return ()
 
     def loads_read(self) -> Iterable[Load]:
-        """Return the loads whose pages it reads, including failed ones."""
+        """Return the loads whose pages this movement reads, including failed loads."""
         return ()
 
     def host_locks(self, component: Component) -> Iterable[Rows]:
-        """Yield the host rows of a component that this movement locks: pages that it writes, and pages that must not be
-        evicted now."""
+        """Yield the host rows of a component that this movement locks: pages that the movement writes, and pages that
+        must not be evicted now."""
         return ()
 
 
@@ -159,4 +163,4 @@ def settle(movements: Sequence[Movement], timeout_s: float) -> None:
             time.sleep(0.0005)
         else:
             return
-    raise InvariantError("engine", ["nothing lands any more, and something counts as under way"])
+    raise InvariantError("engine", ["no operation ends any more, but some operations count as in flight"])

@@ -1,4 +1,4 @@
-"""Counts pages that do not fit packed, and logs one warning if there are too many."""
+"""Counts pages that do not fit one host page when packed, and logs one warning if too many pages do not fit."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ class Packing:
         self._packed, self._misfits, self._dropped = (
             metrics.counter(f"{prefix}.{name}_pages", help, f"packing_{name}_pages", component=component)
             for name, help in (
-                ("packed", "pages that were packed on their way to the host"),
-                ("misfit", "packed pages that did not fit, were copied again unpacked, and are not stored"),
+                ("packed", "pages that were packed while they were copied to the host"),
+                (
+                    "misfit",
+                    "pages that did not fit the packed size: they were copied again unpacked, and are not stored",
+                ),
                 ("dropped", "misfit pages that were not backed up because no second host page was free"),
             )
         )
@@ -45,7 +48,7 @@ class Packing:
         if not self._is_logged and are_too_many(misfits, packed):
             self._is_logged = True
             log.warning(
-                "%d of %d pages of component %s do not fit when packed: each takes two places on the host, and no "
+                "%d of %d pages of component %s do not fit when packed: each takes two host pages, and no "
                 "store gets it; set kv_packing=off",
                 misfits,
                 packed,

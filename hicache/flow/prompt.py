@@ -1,5 +1,5 @@
-"""The pages of a prompt with their keys, which are computed once and kept while the request waits; and the events of
-host pages."""
+"""`Prompt`: the pages of a prompt and their keys, which are computed once and kept while the request waits.
+`HostWatch`: reports pages that the host evicts."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class Prompts:
         self._num_bytes -= 0 if prompt is None else prompt.num_bytes
 
     def _keep(self, request_id: str, prompt: Prompt) -> None:
-        """Keep a prompt as the most recently used one, and drop older ones, because a refused request may never be
-        cancelled."""
+        """Keep a prompt as the most recently used prompt, and drop older prompts, because a refused request may never
+        be cancelled."""
         if self._by_request.get(request_id) is not prompt:
             self.forget(request_id)
             self._num_bytes += prompt.num_bytes
@@ -103,8 +103,8 @@ log = logging.getLogger(__name__)
 
 
 class HostWatch:
-    """Counts full pages that the host evicts, and reports them to the event log. With events, it keeps the tokens of
-    each page on the host or in flight to it."""
+    """Counts full pages that the host evicts, and reports them to the event log. With events, this object keeps the
+    tokens of each page that is on the host or in flight to the host."""
 
     def __init__(self, metrics: Metrics, page_tokens: int, *, has_stores: bool, events: EventLog | None) -> None:
         self._page_tokens, self._has_stores, self._events = page_tokens, has_stores, events
@@ -112,24 +112,24 @@ class HostWatch:
         self.miss_reasons, self._ages = MissReasons(), EvictedAges(metrics, "host")
         self._kept: dict[
             bytes, tuple[PromptPages, int]
-        ] = {}  # by key: the pages added with it, and its index among them
+        ] = {}  # by page key: the pages that were noted together, and the index of the page among them
         self._demoted, self._lost = (
             metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
             for outcome, help in (
-                ("demoted", "tokens evicted from the host that a store has"),
-                ("lost", "tokens evicted from the host that no store has, as far as is known"),
+                ("demoted", "tokens that the host evicted and that a store has"),
+                ("lost", "tokens that the host evicted and that no store has, as far as the engine knows"),
             )
         )
 
     def note(self, pages: PromptPages, keys: Iterable[bytes]) -> None:
-        """Record that the pages with `keys` are in flight to the host. Their tokens are copied, because the prompt's
-        array may be freed."""
+        """Record that the pages with `keys` are in flight to the host. The tokens of these pages are copied, because
+        the prompt's array may be freed."""
         if self._events is not None:
             pages, is_arriving = pages._replace(tokens=pages.tokens.copy()), {*keys}
             self._kept.update((key, (pages, at)) for at, key in enumerate(pages.keys) if key in is_arriving)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop pages that did not arrive."""
+        """Forget pages that did not arrive on the host."""
         for key in keys if self._kept else ():
             del self._kept[key]
 

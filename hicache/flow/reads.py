@@ -1,6 +1,6 @@
 """Reads from stores: pages are read to the host for requests that wait for admission, or that are being computed.
 
-Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event moves it to the next stage:
+Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event moves the request to the next stage:
 
     | event          | from        | to          | action              |
     |----------------|-------------|-------------|---------------------|
@@ -27,22 +27,24 @@ Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event m
     | CANCEL         | DEFERRED    | ENDED       | forget              |
     | CANCEL         | OVERLAPPING | ENDED       | forget              |
 
-An action may apply the next event. All other pairs of stage and event raise `InvariantError`.
+An action may apply the next event. A pair of event and stage that is not in the table raises `InvariantError`.
 
-Each job has a list of the requests that wait for its pages. A request that needs pages of a job waits for this job, and
-queues jobs only for its other pages. If no request waits for a job any more, the job is cancelled, and its pages may be
-read again at once. A share of the host pool bounds the pages that are read before admission.
+Each job has a list of the requests that wait for its pages. If a job already reads some pages that a request needs, the
+request waits for this job, and queues jobs only for its other pages. A job for which no request waits any more is
+cancelled, and other jobs may read its pages at once. The setting `prefetch_host_share` bounds the host pages that are
+read for requests before their admission.
 
-The read list of a request is sorted from the beginning of its prompt. For an overlapped prefill, which computes the
-prompt from its beginning while pages are read, it is sorted from the end:
+The pages of a prompt are read from its beginning. In an overlapped prefill, the GPU computes a prompt from its
+beginning while pages are read from the end of the prompt:
 
     [0, computed_end)          on the device, computed or loaded
-    [computed_end, missing[0]) on the host; `join` loads these pages once they continue the computed ones
+    [computed_end, missing[0]) on the host; `join` loads these pages when all pages before are computed
     [missing)                  not yet on the host: read from the right, computed from the left
-    [missing[1], end)          on the host, waiting for the pages before them
+    [missing[1], end)          on the host, locked until the missing pages are computed or read
 
-Computing and reading meet where the next page is on the host or is being computed. If a store is slow or stalls, more
-pages are computed, and no request waits for the store. docs/decisions/050-compute-while-pages-are-read.md.
+Computing stops where the next page is on the host; reading stops where the next page is being computed. If a store is
+slow or stalls, the GPU computes more pages, and the request does not wait for the store. See
+docs/decisions/050-compute-while-pages-are-read.md.
 """
 
 from __future__ import annotations
@@ -94,35 +96,35 @@ from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 log = logging.getLogger(__name__)
 
-# If nothing has changed, only one of this number of polls visits the active requests. The time between two polls that
-# compare waiting with computing again.
+# `_LOOK_POLLS`: if nothing has changed, only one of this number of polls visits the active requests. `_TURN_S`: seconds
+# between two polls that compare waiting with computing again.
 _LOOK_POLLS, _TURN_S = 16, 0.002
-# Bounds of one poll, so that it ends soon: active requests; tokens whose keys are computed; jobs and pages that are
-# queued; requests that compare waiting with computing again. While a preemptible request is computed, polls are rare
-# because passes are long. Its bounds are multiplied by the time since the last poll in units of `_STEP_S`, from 4 to
-# `_MOST_STEPS`.
+# Bounds of one poll, so that the poll ends soon: the numbers of active requests, of tokens whose keys are computed, of
+# queued jobs, of queued pages, and of requests for which waiting is compared with computing. While a preemptible
+# request is computed, polls are rare because passes are long. The bounds of jobs and pages of this request are
+# multiplied by the time since the last poll, in units of `_STEP_S`, but at least by 4 and at most by `_MOST_STEPS`.
 _MAX_ACTIVE, _MAX_STARTED_TOKENS, _MAX_JOBS, _MAX_PAGES, _MAX_CHOSEN = 64, 64 << 10, 6, 128, 64
 _STEP_S, _MOST_STEPS = 0.005, 16
 _MOST_PAGES = _MOST_STEPS * _MAX_PAGES
-# The time between two attempts to start a deferred request.
+# The seconds between two attempts to start a deferred request.
 _RETRY_S = 0.05
 # The size of the first job of each reader while the rate of a store is unknown. A small job measures even a slow store
 # soon.
 _GAUGE_BYTES = 8 << 20
-# The longest time of one job, because its reader starts no other job before its end.
+# The longest time of one job. A reader thread starts no other job, not even an urgent one, before this job has ended.
 _MAX_JOB_S = 0.25
-# The smallest number of jobs for an overlapped prompt, or for pages that both stores have.
+# The smallest number of jobs that read the pages of an overlapped prompt, or pages that both stores have.
 _LEAST_JOBS = 16
-# The maximum number of urgent jobs in flight at a store, and the maximum number of background jobs: enough to keep the
-# store's reader threads busy until the next polls.
+# The maximum number of urgent jobs in flight at a store, and also of background jobs. This number keeps the store's
+# reader threads busy until the next polls.
 _MAX_IN_FLIGHT = 32
 # If a prompt has at least `_LEAST_SHARED_PAGES` pages on the disk, and the remote store reads at
 # `_LEAST_REMOTE_SHARE` of the disk's rate or faster, these pages are looked up in the remote store too.
 _LEAST_SHARED_PAGES, _LEAST_REMOTE_SHARE = 32, 1 / 8
 # A pass has a minimum cost. So an overlapped pass computes at least `_LEAST_PASS_PAGES`, and a prompt with fewer than
-# `_LEAST_OVERLAP_PAGES` missing pages is not overlapped. It is not overlapped either if less than
-# `_LEAST_COMPUTED_SHARE` of its pages would be computed: a pass cannot be stopped, and a fast store would be ready
-# before the pass ends.
+# `_LEAST_OVERLAP_PAGES` missing pages is not overlapped. A prompt is also not overlapped if the GPU would compute less
+# than `_LEAST_COMPUTED_SHARE` of its pages: a pass cannot be stopped, and a fast store would have read all pages before
+# the pass ends.
 _LEAST_PASS_PAGES, _LEAST_OVERLAP_PAGES, _LEAST_COMPUTED_SHARE = 8, 32, 1 / 6
 # The longest wait for lookups if computing delays no other request, as a share of the computing time.
 _ANSWER_SHARE = 0.02
@@ -138,11 +140,11 @@ _READ_LIST, _WAITS = attrgetter("read_list"), attrgetter("handle.waits")
 class Stage(IntEnum):
     """The stage of a prefetch."""
 
-    QUEUED = auto()  # Too many requests are active.
-    LOOKING_UP = auto()  # Stores look up its pages.
-    READING = auto()  # Stores read its pages to the host.
-    DEFERRED = auto()  # It waits for free host pages.
-    OVERLAPPING = auto()  # It is computed from its beginning while stores read pages from its end.
+    QUEUED = auto()  # Too many requests are active, so the request waits.
+    LOOKING_UP = auto()  # Stores look up the pages of the prompt.
+    READING = auto()  # Stores read pages of the prompt to the host.
+    DEFERRED = auto()  # The request waits for free host pages.
+    OVERLAPPING = auto()  # The GPU computes the prompt from its beginning while stores read pages from its end.
     ENDED = auto()
 
 
@@ -152,39 +154,40 @@ _QUEUED_STAGES = (Stage.QUEUED, Stage.DEFERRED)
 class Event(IntEnum):
     """An event in the life of a prefetch."""
 
-    BEGIN = auto()  # The number of active requests is below its bound.
+    BEGIN = auto()  # The number of active requests is below the maximum.
     ANSWERED = auto()  # All lookups have been answered, or no lookup is necessary.
     ARRIVED = auto()  # A job ended, or jobs of other requests read pages of the read list.
     RETRY = auto()  # A read failed, or host pages are free for the remaining pages.
-    LACKS_PAGES = auto()  # It has no free host page and no job in flight.
+    LACKS_PAGES = auto()  # The host has no free page for the request, and the request has no job in flight.
     EXHAUSTED = auto()  # No further page arrives.
     ADMIT = auto()  # The request was admitted, and is computed while its pages arrive.
-    JOIN = auto()  # Pages that arrived are being loaded to the device after the computed ones.
+    JOIN = auto()  # Pages that arrived are being loaded to the device after the computed pages.
     CANCEL = auto()  # The request was admitted without overlap, or was cancelled.
 
 
 _Where = npt.NDArray[np.uint8]
-_Indices = npt.NDArray[np.int64]  # of pages in their prompt, ascending unless stated otherwise
+_Indices = npt.NDArray[np.int64]  # indices of pages in their prompt, ascending unless stated otherwise
 _Queried = dict[Component, _Indices]
 
 
 @dataclass(eq=False, slots=True)
 class ReadList:
-    """The pages of a component that a request has to read, in reading order: their `rows`, and a bit set of the
-    `stores` that have each page; 0: a job in flight reads it."""
+    """The pages of a component that a request has to read, in reading order. `rows`: the rows of the pages. `stores`:
+    for each page, the bit set of the stores that have it; 0 if a job in flight reads the page."""
 
     rows: Rows
     stores: _Where
 
 
 class LookupResults:
-    """The locations of the pages of a prompt, by the lookups answered so far.
+    """The locations of the pages of a prompt, as far as lookups have been answered.
 
     [0, num_usable)          memory serves these pages, for all components
     [num_usable, num_pages)  stores are asked for windows and states of these pages too
 
-    `may_share`: returns for each page whether the request may wait for the job that reads it. `where[component][page]`:
-    `_IN_MEMORY`, `_READ`, or the bits of the stores that have the page; 0: no store is known to have it.
+    `may_share`: returns for each page whether the request may wait for the job that reads the page.
+    `where[component][page]`: `_IN_MEMORY`; `_READ` if the request may wait for the job that reads the page; else the
+    bits of the stores that are known to have the page.
     """
 
     def __init__(self, memory: Located, may_share: Callable[[CacheComponent, Rows], Mask] | None = None) -> None:
@@ -206,12 +209,13 @@ class LookupResults:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no page is known to arrive."""
+        """Return whether all missing pages are unknown to the stores, and no job reads any of them."""
         return not any((where & ~_IN_MEMORY).any() for where in self.where.values())
 
     @property
     def full_end(self) -> int:
-        """The end of the full pages, without a gap, that are in memory or may arrive."""
+        """The number of full pages, from the first page of the prompt without a gap, that are in memory or may
+        arrive."""
         return first_gap(self.full != 0)
 
     def unknown(self) -> _Queried:
@@ -229,14 +233,14 @@ class LookupResults:
         return tuple(keys)
 
     def add(self, store: Store, queried: _Queried, ok: Sequence[bool]) -> None:
-        """Record the answer of a store. `ok`: whether it has each of the `queried` pages."""
+        """Record the answer of a store. `ok`: for each of the `queried` pages, whether the store has it."""
         is_stored, start = np.array(ok, np.bool_), 0
         for name, pages in queried.items():
             self.where[name][pages[is_stored[start : start + len(pages)]]] |= store.bit
             start += len(pages)
 
     def lose(self, component: CacheComponent, pages: Counts, store: Store) -> Mask:
-        """Record that `store` does not read these pages. Returns which of them the other store lacks too."""
+        """Record that `store` does not read `pages`. Returns which of these pages the other store lacks too."""
         where = self.where[component.name]
         where[pages] &= ~np.uint8(store.bit)
         lacks: Mask = where[pages] & _STORES == 0
@@ -248,8 +252,8 @@ class LookupResults:
         return self.full_end if len(stored) <= num_pages else min(int(stored[num_pages]), self.full_end)
 
     def usable_end(self, limit: int) -> int:
-        """Return the longest prefix of at most `limit` pages that all components can use if all possible pages arrive.
-        If they add nothing, it is at most `num_usable`."""
+        """Return the pages, at most `limit`, of the longest prefix that all components can use if all pages that may
+        arrive do arrive. If these pages extend no prefix, the result is at most `num_usable`."""
         return self.memory.last_end(limit, min(limit, self.num_usable), self._has)
 
     def num_arriving(self, end: int) -> int:
@@ -259,7 +263,7 @@ class LookupResults:
     def to_read(self, component: CacheComponent, end: int) -> _Indices:
         """Return the pages that may arrive and that a prefix of `end` pages needs."""
         first = 0
-        if component.name != FULL:  # an optional component needs only its last pages
+        if component.name != FULL:  # an optional component needs only the last pages of a prefix
             first = min(component.first_required(end), end - 1) if end > self.num_usable else end
         return first + np.flatnonzero(self.where[component.name][first:end] & ~_IN_MEMORY)
 
@@ -268,8 +272,8 @@ class LookupResults:
 
 
 def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
-    """Return the tokens that the disk adds to the prefix in memory, the tokens that the remote store adds to both, and
-    whether all stores answered within `wait_s`. Changes nothing."""
+    """Return the number of tokens that the disk adds to the prefix in memory, the number that the remote store adds to
+    memory and disk, and whether all stores answered within `wait_s`. Changes nothing."""
     located, until_s, all_known = LookupResults(memory), time.monotonic() + wait_s, True
     for store, tier in memory.context.stores.items():
         queried = located.unknown()
@@ -296,25 +300,29 @@ def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
 class PendingPrefetch:
     """A request with a prefetch. Only `Prefetcher.apply` changes its `stage`.
 
-    `is_urgent`: the request waits for its pages, or would wait if computing it delayed other requests.
+    `is_urgent`: the request waits for its pages, or would wait if computing its prompt delayed other requests.
 
-    `located`: the locations of its pages, from its first lookup until it is queued again. `lookup`: the lookup in
-    flight for which it waits. `num_queried_stores`: the stores that were queried, in the order of `StoreJobs`.
-    `read_list`: pages that no job reads yet, by component; no list is empty. `awaited`: full pages that have not
-    arrived, in reading order; `missing`: the interval [start, end) of pages that has them all. `named`: rows of its
-    pages that it keeps in use; `rows`: those of the full pages from page `first` on. `waited`: pages in flight for
-    which it waits; `jobs`: the jobs that read them, including jobs of other requests. `locked`: host pages before its
-    pages.
+    `located`: the locations of the prompt's pages, from the first lookup until the request is queued again. `lookup`:
+    the lookup in flight for which the request waits. `num_queried_stores`: the number of stores that were queried, in
+    the order of `StoreJobs`. `read_list`: pages that no job reads yet, by component; no list is empty. `awaited`: full
+    pages that have not arrived, in reading order; `missing`: an interval [start, end) that contains all awaited pages.
+    `named`: rows of the prompt's pages that the page table keeps for this request; `rows`: the rows of the full pages
+    from page `first` on. `waited`: rows of pages in flight for which the request waits; `jobs`: the jobs that read
+    these pages, including jobs that other requests queued. `locked`: host pages of the prompt that are locked until
+    later pages have arrived.
 
-    `lease`: the lease of an overlapped prefill; `computed_end`: the end of its pages that are computed, or that the
-    next pass computes. `begun_s`: the time at which its reads began; `num_arrived`: full pages that arrived since then.
+    `lease`: the lease of an overlapped prefill; `computed_end`: the index after the last page that is computed or that
+    the next pass computes. `begun_s`: the time at which the reads of the request began; `num_arrived`: the number of
+    full pages that arrived since `begun_s`.
 
-    `num_planned`: full pages in the read list. `lacks_host_pages`: the stores have more pages than the host has free.
-    `has_failed`: a read of a page failed; `was_retried`: its pages were looked up again after that. `has_arrived`: a
-    page arrived since the last lookup. `was_deferred`, `has_coalesced`: for the counters.
+    `num_planned`: the number of full pages in the read list. `lacks_host_pages`: the stores have more pages than the
+    host has free. `has_failed`: a read of a page failed; `was_retried`: pages were looked up again after a failed read.
+    `has_arrived`: a page arrived since the last lookup. `was_deferred`: the request had to wait for host pages;
+    `has_coalesced`: the request waited for a job of another request.
 
     `progress_s`: the time at which the last page arrived. `chosen_s`: the time at which the policy chose to wait;
-    `estimate_s`: the estimate of this wait; `num_delayed`: the requests that computing would have delayed at that time.
+    `estimate_s`: the estimated seconds of this wait; `num_delayed`: the number of requests that computing would have
+    delayed at `chosen_s`.
     """
 
     arrival: int
@@ -355,18 +363,18 @@ class PendingPrefetch:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it has no lookup, no job in flight and an empty read list."""
+        """Return whether the request has no lookup, no job in flight and an empty read list."""
         return self.lookup is None and not (self.read_list or self.jobs)
 
     @property
     def until_s(self) -> float:
-        """The deadline of its reads."""
+        """The deadline of the request's reads in mode `timeout`; infinite in other modes."""
         return self.handle.deadline_s if self.handle.mode == "timeout" else math.inf
 
     @property
     def lacks_end(self) -> bool:
-        """Return whether an overlapped prompt still lacks windows or states at its end. They are read before full
-        pages, which are of no use without them."""
+        """Return whether an overlapped prompt still lacks windows or states at its end. Windows and states are read
+        before full pages, because full pages are of no use without them."""
         if not self.handle.overlaps:
             return False
         if any(component.name != FULL for component in self.read_list):
@@ -382,8 +390,8 @@ class PendingPrefetch:
         self.lacks_host_pages = self.has_failed = self.has_arrived = False
 
     def plan(self, end: int, now_s: float) -> None:
-        """Make the read list of a prefix of `end` pages. Pages of an earlier list stay awaited unless they have
-        arrived."""
+        """Make the read list for a prefix of `end` pages. Pages of an earlier read list that have not arrived stay in
+        `awaited`."""
         assert self.located is not None
         self.end, self.begun_s, self.num_arrived = end, now_s, 0
         self.read_list.clear()
@@ -434,7 +442,8 @@ class PendingPrefetch:
             del self.read_list[component]
 
     def read_elsewhere(self, component: CacheComponent, rows: Rows, store: Store) -> Counts:
-        """Read these pages from the other store instead of `store`. Returns the pages that the other store lacks."""
+        """Add the pages `rows` to the read list, to be read from the other store instead of `store`. Returns the pages
+        that the other store lacks."""
         assert self.located is not None
         pages = component.pages.table.index[rows]
         is_gone = self.located.lose(component, pages, store)
@@ -443,13 +452,14 @@ class PendingPrefetch:
         return pages[is_gone]
 
     def lock(self, component: CacheComponent, rows: Rows) -> None:
-        """Lock these host pages while the pages after them arrive."""
+        """Lock the host pages `rows` while later pages of the prompt arrive."""
         if len(rows):
             component.pages.lock(rows)
             self.locked.setdefault(component, []).append(rows)
 
     def advance(self, full: CacheComponent) -> int:
-        """Remove the pages that have arrived, without a gap, from `awaited`. Returns their number."""
+        """Remove from `awaited` all pages before the first page that has not arrived. Returns the number of removed
+        pages."""
         if len(self.awaited) and not len(self.rows):
             return 0
         num_arrived = first_gap(full.pages.has(self.rows[self.awaited - self.first], HELD | COPY))
@@ -477,14 +487,14 @@ class PendingPrefetch:
 
 
 def _in_turn(requests: Iterable[PendingPrefetch]) -> list[PendingPrefetch]:
-    """Return requests in the order in which they queue jobs: urgent ones first, then by arrival."""
+    """Return requests in the order in which they queue jobs: urgent requests first, then by arrival."""
     return sorted(sorted(requests, key=_ARRIVAL), key=_IS_URGENT, reverse=True)
 
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """A job that looks up the `queried` pages of a request in a store. `located`: the results to which its answer is
-    added."""
+    """A job that looks up the `queried` pages of a request in a store. `located`: the results to which the answer of
+    the store is added."""
 
     request: PendingPrefetch
     store: Store
@@ -496,10 +506,11 @@ class Lookup:
 
 @dataclass(eq=False, slots=True)
 class PageRead:
-    """A job that reads pages of a component from a store. `is_urgent`: whether an urgent request queued it.
+    """A job that reads pages of a component from a store. `is_urgent`: whether an urgent request queued the job.
 
-    `rows`: in reading order. A page that the job dropped has another number in the column `ticket`, and its host page
-    is in `disowned`. `requests`: the requests that wait for its pages. `read_rows`: the pages that it has read.
+    `rows`: rows of the pages, in reading order. If the job has dropped a page, the column `ticket` of the page no
+    longer has the job's number, and the host page is in `disowned`. `requests`: the requests that wait for pages of the
+    job. `read_rows`: rows of the pages that the job has read.
     """
 
     ticket: int
@@ -543,9 +554,10 @@ class StoreJobs:
     """The jobs in flight at stores: `lookups` and `reads`, by number, in the order of submission. Owned by the
     scheduler thread.
 
-    The estimated rate of a store is that of its earlier reads, or less: if its next job is late, all jobs after it
-    count as late too. `num_pages`: full pages of all jobs. `num_awaited_lookups`: lookups for which a request waits, or
-    waited before it was cancelled. `lost_reads`: requests some of whose pages a job has dropped.
+    The estimated rate of a store is the rate of its earlier reads. If the next job of the store is late, the estimate
+    assumes that all jobs after this job are late too. `num_pages`: full pages of all jobs. `num_awaited_lookups`:
+    lookups for which a request waits, or waited before it was cancelled. `lost_reads`: requests that waited for pages
+    that a job has dropped.
     """
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
@@ -556,7 +568,7 @@ class StoreJobs:
         self._clock = next(tier.clock for tier in context.stores.values())
         self._answered_s = dict.fromkeys(context.stores, -math.inf)
         self.lookups, self.reads = dict[int, Lookup](), dict[int, PageRead]()
-        self._num_jobs = Counter[tuple[Store, bool]]()  # reads by store and `is_urgent`, without stalled ones
+        self._num_jobs = Counter[tuple[Store, bool]]()  # reads by store and `is_urgent`, without stalled reads
         self._read_pages = {component.name: _ReadPages() for component in context.components}
         for component in context.components:
             component.pages.table.add_columns(self._read_pages[component.name])
@@ -564,7 +576,7 @@ class StoreJobs:
         self.lost_reads = list[PendingPrefetch]()
 
     def is_busy(self) -> bool:
-        """Return whether any job is in flight, without jobs of stalled threads."""
+        """Return whether any job is in flight. Jobs of stalled threads do not count."""
         lookups, reads = self.lookups.values(), self.reads.values()
         return not (all(job.is_stalled for job in lookups) and all(job.is_stalled for job in reads))
 
@@ -577,7 +589,7 @@ class StoreJobs:
         return is_read
 
     def share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> None:
-        """Let a request wait for the jobs that read some of these pages."""
+        """Let a request wait for the jobs that read some of the pages `rows`."""
         is_read = component.pages.has(rows, READ)
         for job, _ in self._reading(component, rows, is_read):
             job.requests[request] = request.jobs[job] = None
@@ -588,8 +600,8 @@ class StoreJobs:
     def stop_waiting(
         self, request: PendingPrefetch, which: Callable[[CacheComponent, Counts], Mask] | None = None
     ) -> None:
-        """Remove pages in flight from the waits of a request: those that `which` selects by component and index, by
-        default all. Jobs for which no request waits are cancelled."""
+        """Let a request stop waiting for the pages in flight that `which` selects by component and index; by default,
+        for all pages. Jobs for which no request waits any more are cancelled."""
         for component, rows in request.waited.items():
             is_left = slice(None) if which is None else which(component, component.pages.table.index[rows])
             request.waited[component] = np.delete(rows, is_left)
@@ -607,8 +619,8 @@ class StoreJobs:
         return left
 
     def _reading(self, component: CacheComponent, rows: Rows, is_read: Mask) -> Iterator[tuple[PageRead, Mask]]:
-        """Yield the jobs that read these pages, each with a mask of its pages. `is_read`: which pages are in state
-        READ."""
+        """Yield the jobs that read the pages `rows`, each with a mask of the pages that the job reads. `is_read`: which
+        pages are in state READ."""
         if is_read.any():
             tickets = np.where(is_read, self._read_pages[component.name].ticket[rows], 0)
             for ticket in dict.fromkeys(tickets[is_read].tolist()):
@@ -617,8 +629,8 @@ class StoreJobs:
     # Lookups
 
     def look_up(self, request: PendingPrefetch, located: LookupResults, queried: _Queried) -> bool:
-        """Look up the pages that the earlier stores lack in the next store. Returns False if there is no such store or
-        page, or if its queue is full."""
+        """Ask the next store for the pages that the earlier stores lack. Returns False if there is no next store or no
+        such page, or if the queue of the store is full."""
         if request.num_queried_stores == len(self._stores) or not queried:
             return False
         store = self._stores[request.num_queried_stores]
@@ -627,8 +639,8 @@ class StoreJobs:
         return request.lookup is not None
 
     def ask_remote_too(self, request: PendingPrefetch) -> None:
-        """Look up pages of the disk in the remote store too, if it would read a good part of them in the same time and
-        no lookup in it was necessary before."""
+        """Ask the remote store for pages that the disk has, so that both stores can read in parallel. Does nothing if
+        the remote store was queried before, or if it would read too few pages in the time of the disk."""
         located = request.located
         assert located is not None
         if REMOTE not in self._tiers or request.num_queried_stores == len(self._stores):
@@ -650,7 +662,7 @@ class StoreJobs:
 
     def note_answer(self, lookup: Lookup, done: FindDone) -> None:
         """Add the answer of a store to the results. If the disk does not report evicted pages, the event log gets the
-        first page that it lacks."""
+        first page that the disk lacks."""
         located, pages = lookup.located, lookup.queried.get(FULL, NO_ROWS)
         located.add(lookup.store, lookup.queried, done.others)
         events = self._context.tree.events
@@ -672,8 +684,8 @@ class StoreJobs:
         return lookup
 
     def _is_remote_fast(self, num_bytes: int) -> bool:
-        """Return whether the remote store would read a good part of `num_bytes` in the time in which the disk reads
-        all. True while a rate is unknown."""
+        """Return whether the remote store would read at least the share `_LEAST_REMOTE_SHARE` of `num_bytes` in the
+        time in which the disk reads all of them. True while the rate of either store is unknown."""
         disk_s = self._cost.read_s(num_bytes, self._tiers[DISK].num_readers, DISK)
         remote_s = self._cost.read_s(num_bytes, self._tiers[REMOTE].num_readers, REMOTE)
         return disk_s is None or remote_s is None or _LEAST_REMOTE_SHARE * remote_s <= disk_s
@@ -681,9 +693,9 @@ class StoreJobs:
     # Reads
 
     def next_of(self, request: PendingPrefetch, num_times: int) -> NextRead | None:
-        """Return the next pages of a read list and the store that would read them first. If this store has enough jobs
-        (`num_times` the number for short steps), return the next pages of the other store. Pages that are in memory by
-        now, or that other jobs read, are removed from the read list."""
+        """Return the next pages of a read list and the store that would read them first. If this store already has
+        `num_times * _MAX_IN_FLIGHT` jobs, return the next pages for the other store. Pages that are already in memory,
+        or that jobs in flight read, are removed from the read list."""
         free = self._free_jobs(request, num_times)
         free_bits = sum(map(_BIT, free))
         components = self._context.components
@@ -706,7 +718,7 @@ class StoreJobs:
                     end = at + first_gap(arriving)
                     self.share(request, component, part.rows[at:end])
                     request.remove(component, at, end)
-                elif not stores[0]:  # the job that was in flight did not read it
+                elif not stores[0]:  # the job in flight that should have read the first page has failed
                     request.has_failed = True
                     request.read_list.clear()
                     return None
@@ -721,12 +733,12 @@ class StoreJobs:
 
     def read(self, request: PendingPrefetch, chosen: NextRead, max_jobs: int, max_pages: int) -> tuple[int, int]:
         """Queue jobs for the chosen pages: at most `max_jobs` jobs and `max_pages` pages, as far as the host has free
-        pages. Returns the numbers of jobs and pages; (0, 0) if the host has no page for the first one."""
+        pages. Returns the numbers of queued jobs and pages; (0, 0) if the host has no free page for the first page."""
         component, at, end, store, num_free = chosen
         part, pages, overlaps = request.read_list[component], component.pages, request.handle.overlaps
         has_both = part.stores[at] == _STORES
         job_pages, num_jobs = self._job_pages(component, store)
-        if overlaps or has_both:  # between two jobs, pages that are computed or that the other store reads are skipped
+        if overlaps or has_both:  # small jobs: each job leaves out pages that were computed or read in the meantime
             job_pages = min(job_pages, -(-request.num_to_read(component) // _LEAST_JOBS))
         num_jobs = 1 if has_both else min(num_jobs, max_jobs, num_free, -(-max_pages // job_pages))
         taken = self._reserve(request, component, part.rows[at : min(end, at + num_jobs * job_pages)])
@@ -756,8 +768,8 @@ class StoreJobs:
         return len(jobs), len(taken)
 
     def _reserve(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Rows:
-        """Reserve host pages for these pages, in reading order, as far as the host has free or evictable pages. Returns
-        the rows with a host page. A background job that reads some of the pages drops them."""
+        """Reserve host pages for the pages `rows`, in reading order, as far as the host has free or evictable pages.
+        Returns the rows that got a host page. If a background job reads some of these pages, the job drops them."""
         assert request.located is not None
         pages, watch = component.pages, self._context.watch
         if pages.num_in_flight:
@@ -770,7 +782,7 @@ class StoreJobs:
         return taken
 
     def _drop_pages(self, job: PageRead, dropped: Rows) -> None:
-        """Remove pages from a job. Requests that wait for these pages look them up again."""
+        """Remove pages from a job. Requests that wait for the removed pages look up these pages again."""
         component = job.component
         for request in [*job.requests]:
             waited = request.waited[component]
@@ -786,7 +798,7 @@ class StoreJobs:
         job.disowned += component.pages.disown(dropped)
 
     def take(self, answers: Iterable[ReadDone]) -> list[PageRead]:
-        """Publish, count and report the pages of jobs that were answered. Returns the jobs."""
+        """Publish, count and report the pages that ended jobs have read. Returns the jobs."""
         now_s, ended = self._clock(), dict[CacheComponent, list[tuple[PageRead, ReadDone]]]()
         jobs, moved = list[PageRead](), dict[Store, list[tuple[int, float]]]()
         for done in answers:
@@ -813,7 +825,8 @@ class StoreJobs:
         return jobs
 
     def _publish(self, component: CacheComponent, ended: Sequence[tuple[PageRead, ReadDone]]) -> None:
-        """Publish the pages of a component that jobs read, the latest job first, as in the order of uses."""
+        """Publish the pages of a component that jobs have read, the pages of the latest job first: later pages of a
+        prompt are evicted first."""
         events, watch, pages = self._context.tree.events, self._context.watch, component.pages
         is_full, parts, oks, of_jobs = component.name == FULL, list[Rows](), list[bool](), list[int]()
         for job, done in reversed(ended):
@@ -842,7 +855,7 @@ class StoreJobs:
 
     def give_back(self, job: PageRead) -> list[PendingPrefetch]:
         """Let all requests of a stalled job read its pages from the other store. Returns the requests for which the
-        other store lacks some of them."""
+        other store lacks some of these pages."""
         if not job.is_stalled:
             self._num_jobs[job.store, job.is_urgent] -= 1
         job.is_stalled = True
@@ -858,7 +871,7 @@ class StoreJobs:
         return stranded
 
     def cancel(self, jobs: Sequence[PageRead]) -> None:
-        """Cancel jobs for which no request waits. Their pages may be read by other jobs at once."""
+        """Cancel jobs for which no request waits. Other jobs may read the pages of a cancelled job at once."""
         for job in jobs:
             self._drop_pages(job, job.rows[self._read_pages[job.component.name].ticket[job.rows] == job.ticket])
             job.cancelled.set()
@@ -866,7 +879,8 @@ class StoreJobs:
             self._tiers[store].reads.notify_cancelled()
 
     def _free_jobs(self, request: PendingPrefetch, num_times: int) -> dict[Store, int]:
-        """Return the number of jobs, urgent or background like the request, that each store may still get."""
+        """Return the number of further jobs that each store may get: urgent jobs for an urgent request, background jobs
+        for other requests."""
         found = dict[Store, int]()
         for store, tier in self._tiers.items():
             num_missing = num_times * _MAX_IN_FLIGHT - self._num_jobs[store, request.is_urgent]
@@ -877,7 +891,8 @@ class StoreJobs:
         return found
 
     def _sooner(self, stores: int, *, is_urgent: bool) -> Store:
-        """Return the store of a set that would read the next full page first."""
+        """Return the store that would read the next full page first. `stores`: bit set of the stores that have the
+        page."""
         if stores == DISK.bit:
             return DISK
         if stores == REMOTE.bit:
@@ -885,8 +900,9 @@ class StoreJobs:
         return min((DISK, REMOTE), key=lambda store: self._wait_s(store, is_urgent=is_urgent))
 
     def _wait_s(self, store: Store, *, is_urgent: bool) -> tuple[float, int]:
-        """Return the seconds until a store would have read one more page, and the bytes queued there, which decide
-        between equal times. A store of unknown rate gets only one job per reader."""
+        """Return the seconds until a store would have read one more page, and the bytes queued at this store. If the
+        times of two stores are equal, the bytes decide. While its rate is unknown, a store gets only one job per
+        reader."""
         jobs, page_bytes = (
             [job for job in self.reads.values() if job.store is store],
             self._context.full.host.page_bytes,
@@ -903,8 +919,8 @@ class StoreJobs:
         return max(read_s, late_s), queued_bytes
 
     def _job_pages(self, component: CacheComponent, store: Store) -> tuple[int, int]:
-        """Return the most pages of one job, and the most jobs. A reader should read a job within `_MAX_JOB_S`. A store
-        of unknown rate gets small jobs, one per reader."""
+        """Return the maximum number of pages of one job, and the maximum number of jobs. A reader should read a job
+        within `_MAX_JOB_S`. While its rate is unknown, a store gets small jobs, one per reader."""
         tier, page_bytes = self._tiers[store], component.host.page_bytes
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         if job_s is not None:
@@ -917,7 +933,7 @@ class StoreJobs:
 
 
 class _Claim(ref[Prefetch]):
-    """The number of pages that one handle claims."""
+    """The number of host pages that were read for the prefetch of one handle."""
 
     __slots__ = ("num_pages", "request_id")
     num_pages: int
@@ -927,9 +943,10 @@ class _Claim(ref[Prefetch]):
 class HostShare:
     """Host pages that were read for requests that are not admitted yet, by request. Owned by the scheduler thread.
 
-    A claim ends with the last handle of its request, so that a request that its caller has dropped does not reduce the
-    share forever. A handle may be garbage collected in any thread and during any call. It is then added to `dropped`,
-    and `forget_dropped` ends its claim. `num_pages`: pages of all requests.
+    A claim ends when the last handle of its request is garbage collected. So a request that its caller has dropped does
+    not reduce the share forever. A handle may be garbage collected in any thread and during any call. The claim of a
+    collected handle is added to `dropped`, and `forget_dropped` ends the claim. `num_pages`: host pages that all
+    requests claim.
     """
 
     def __init__(self) -> None:
@@ -947,7 +964,7 @@ class HostShare:
         return 0 if claim is None else claim.num_pages
 
     def add(self, handle: Prefetch, num_pages: int) -> None:
-        """Add pages that were read to the claim of a request."""
+        """Count `num_pages` host pages, which were read for a request, as claimed by the request."""
         claim, request_id = self._claims.get(handle.request_id), handle.request_id
         if claim is None or claim() is not handle:
             held = 0 if claim is None else claim.num_pages
@@ -957,7 +974,7 @@ class HostShare:
         self.num_pages += num_pages
 
     def end(self, request_id: str) -> int:
-        """End the claim of a request. Returns its pages."""
+        """End the claim of a request. Returns the number of pages of the claim."""
         claim = self._claims.pop(request_id, None)
         num_pages = 0 if claim is None else claim.num_pages
         self.num_pages -= num_pages
@@ -972,8 +989,8 @@ class HostShare:
 
 
 class _Backlog:
-    """Bytes that each store reads before the last page of a request: urgent jobs in flight, then read lists in their
-    order."""
+    """Bytes that each store reads before it reads the last page of a request: the bytes of urgent jobs in flight, then
+    of the read lists of earlier requests."""
 
     def __init__(self, cost: CostModel, stores: Iterable[Store], jobs: Iterable[PageRead]) -> None:
         self._cost, self.num_bytes, self._until = cost, dict.fromkeys(stores, 0.0), dict[PageRead, float]()
@@ -988,7 +1005,7 @@ class _Backlog:
             self.num_bytes[store] += num_bytes
 
     def until(self, request: PendingPrefetch) -> dict[Store, float]:
-        """Return the bytes up to the last page of the request, for each store for which it waits."""
+        """Return the bytes up to the last page of the request, for each store for which the request waits."""
         found = dict[Store, float]()
         for job in request.jobs:
             found[job.store] = max(found.get(job.store, 0), self._until[job])
@@ -997,7 +1014,8 @@ class _Backlog:
         return found
 
     def _listed(self, request: PendingPrefetch) -> list[tuple[Store, float]]:
-        """Return the bytes of a read list by store. Pages of both stores are divided by their rates."""
+        """Return the bytes of a read list by store. Pages that both stores have are divided in proportion to the
+        stores' rates."""
         found = list[tuple[Store, float]]()
         for component, part in request.read_list.items():
             for stores, num_pages in enumerate(np.bincount(part.stores).tolist()):
@@ -1012,16 +1030,17 @@ class Prefetcher(Movement):
     """Owns all requests with a prefetch and applies their transitions. Scheduler thread only.
 
     `is_overlap_enabled`: whether prompts may be computed from their beginning while pages are read from their end;
-    benchmarks set it to False. `least_overlap_pages`: the fewest missing pages for which a prompt is computed in this
-    way.
+    benchmarks set it to False. `least_overlap_pages`: the smallest number of missing pages for which a prompt is
+    overlapped.
 
-    `_requests`: by id, until they end. `_queues`: those in stage QUEUED or DEFERRED, by arrival; one queue of requests
-    that wait, one of the others. `_active`: those in stage LOOKING_UP, READING or OVERLAPPING. `_undecided`: those
-    whose wait the policy may end; `_timed`: those with a deadline. `_has_changes`: since the last poll that visited
-    requests, a request was added, began or ended, or a job was queued. `_num_to_choose`: undecided requests that still
-    have to be compared again after a change; `_turn_at_s`: the time of the next comparisons; `_choose_at_s`: the
-    earliest time at which a deadline, or a read without progress, may end a wait. `_look_at_s`: the time at which a
-    deferred request may begin. `_num_planned`: full pages in all read lists.
+    `_requests`: all requests by id, until their prefetch ends. `_queues`: the requests in stage QUEUED or DEFERRED, by
+    arrival, with separate queues for requests that wait for their prefetch. `_active`: the requests in stage
+    LOOKING_UP, READING or OVERLAPPING. `_undecided`: the requests whose wait the policy may end; `_timed`: the requests
+    with a deadline. `_has_changes`: since the last poll that visited requests, a request was added, began or ended, or
+    a job was queued. `_num_to_choose`: the number of undecided requests for which waiting must still be compared with
+    computing after a change; `_turn_at_s`: the time of the next comparisons; `_choose_at_s`: the earliest time at which
+    a deadline, or a read without progress, may end a wait. `_look_at_s`: the time at which a deferred request may
+    begin. `_num_planned`: full pages in all read lists.
     """
 
     def __init__(self, context: EngineContext, prompts: Prompts, policy: LoadPolicy, load: Requests) -> None:
@@ -1045,12 +1064,12 @@ class Prefetcher(Movement):
         self.is_overlap_enabled, self.least_overlap_pages = True, _LEAST_OVERLAP_PAGES
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._requests))
-        gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._active))
-        help = "host pages claimed by requests that are not admitted yet"
+        gauge("prefetch.queued_reads", "prefixes whose pages are being read", lambda: len(self._active))
+        help = "host pages that prefetches have claimed for requests that are not admitted yet"
         gauge("prefetch.claimed_pages", help, self._claimed)
         gauge(
             "prefetch.limit_pages",
-            "maximum number of host pages that prefetches may claim, from prefetch_host_share",
+            "maximum number of host pages that prefetches may claim, computed from prefetch_host_share",
             lambda: self._max_pages,
         )
 
@@ -1059,8 +1078,8 @@ class Prefetcher(Movement):
     def start(
         self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode, *, overlaps: bool = False
     ) -> Prefetch:
-        """Prefetch pages of `tokens`, without tokens that must be computed in any case. `overlaps`: in mode auto, the
-        caller computes the prompt while its pages arrive."""
+        """Prefetch pages of `tokens`, a prompt without the tokens that must be computed in any case. `overlaps`: in
+        mode auto, the caller computes the prompt while its pages arrive."""
         if request_id in self._requests:
             return self._requests[request_id].handle
         self._share.forget_dropped()
@@ -1106,23 +1125,23 @@ class Prefetcher(Movement):
             self.apply(request, Event.ADMIT)
 
     def joined(self, lease: Lease, num_computed: int, num_loaded: int) -> None:
-        """Record that an overlapped request loads `num_loaded` tokens after `num_computed` computed ones."""
+        """Record that an overlapped request loads `num_loaded` tokens after `num_computed` computed tokens."""
         self._counters.count_joined(num_computed, num_loaded)
         self.apply(self._requests[lease.request_id], Event.JOIN)
 
     def end_reads(self, lease: Lease) -> None:
-        """End the reads for a lease whose prompt is computed, or that ends."""
+        """End the reads for a lease, because its prompt is computed or the lease ends."""
         if self._request_of(lease) is not None:
             self.cancel(lease.request_id)
 
     def unread(self, request_id: str) -> list[Unused]:
-        """Return the pages that stores have for a request that is being admitted, and the reasons for which they were
-        not read."""
+        """Return the pages that stores have for a request that is being admitted, and the reasons for which these pages
+        were not read."""
         request = self._requests.get(request_id)
         if request is None or request.located is None:
             return []
         reason = MissReason.NO_ROWS if request.was_deferred or request.lacks_host_pages else MissReason.GATE
-        if request.lookup is not None:  # admission does not wait for the answer
+        if request.lookup is not None:  # admission does not wait for the answer of the store
             return [(request.num_usable, request.located.num_pages, reason)]
         arriving = np.flatnonzero(request.located.full & ~_IN_MEMORY)
         return [(start, end, reason) for start, end in spans(arriving.tolist())]
@@ -1139,7 +1158,7 @@ class Prefetcher(Movement):
 
     def poll(self) -> bool:
         """Apply the answers of the stores, queue jobs, and compare waiting with computing again. Returns whether any
-        request was affected. Most polls without a change only look for answers."""
+        request was affected. If nothing has changed, most polls only ask for answers of the stores."""
         answers = list[FindDone | ReadDone | Stalled]()
         for tier in self._tiers:
             for done in tier.reads.poll():
@@ -1187,8 +1206,9 @@ class Prefetcher(Movement):
     # Transitions
 
     def apply(self, request: PendingPrefetch, event: Event) -> None:
-        """Move a request by the table of the module, and run the action. Raises `InvariantError` for other pairs. An
-        action that ends a request sets ENDED last, so that it can be repeated if it raises."""
+        """Move a request to its next stage by the table in the module's docstring, and run the action. Raises
+        `InvariantError` if the table lacks this pair of event and stage. An action that ends a request sets the stage
+        ENDED last, so that an action that raised can be repeated."""
         if (transition := TRANSITIONS.get((request.stage, event))) is None:
             raise InvariantError("prefetch", [f"{event.name} in stage {request.stage.name}"])
         stage, action = transition
@@ -1208,7 +1228,7 @@ class Prefetcher(Movement):
             self._active[request] = None
 
     def _look_up(self, request: PendingPrefetch) -> None:
-        """Locate its pages in memory, and look up the others in the first store."""
+        """Locate the pages of a request in memory, and look up the missing pages in the first store."""
         context = self._context
         match = context.tree.match(request.tokens, request.namespace)
         prompt = self._prompts.of(request.tokens, request.namespace, match, request.handle.request_id)
@@ -1234,7 +1254,7 @@ class Prefetcher(Movement):
 
     def _plan(self, request: PendingPrefetch) -> None:
         """Make the read list of the longest prefix that all components can use and for which the host has capacity.
-        Host pages before the read pages are locked."""
+        Host pages that precede pages of the read list are locked."""
         located, full, handle = request.located, self._context.full, request.handle
         assert located is not None
         followed = np.flatnonzero((located.full[:-1] == _IN_MEMORY) & (located.full[1:] & ~_IN_MEMORY != 0))
@@ -1259,7 +1279,7 @@ class Prefetcher(Movement):
             self._settle(request)
 
     def _advance(self, request: PendingPrefetch) -> None:
-        """Add the pages that arrived, without a gap, to the handle."""
+        """Add to the handle's `read_tokens` the pages before the first page that has not arrived."""
         if num_pages := request.advance(self._context.full):
             request.handle.read_tokens += num_pages * self._context.tree.page_size
             request.progress_s = self._clock()
@@ -1268,7 +1288,8 @@ class Prefetcher(Movement):
 
     def _settle(self, request: PendingPrefetch) -> None:
         """Handle a request without jobs and with an empty read list. Failed pages are looked up again once, in all
-        stores. Pages for which the host had no capacity are looked up again as long as each attempt reads some."""
+        stores. Pages for which the host had no capacity are looked up again as long as each attempt reads at least one
+        page."""
         lacks_pages = len(request.awaited) > 0 and request.missing[1] > request.computed_end
         is_again = (request.has_failed or lacks_pages) and not request.was_retried and self._clock() < request.until_s
         if is_again or (request.lacks_host_pages and request.has_arrived and self._pages_left(request) > 0):
@@ -1278,13 +1299,13 @@ class Prefetcher(Movement):
             self.apply(request, Event.LACKS_PAGES if request.lacks_host_pages else Event.EXHAUSTED)
 
     def _restart(self, request: PendingPrefetch) -> None:
-        """Look up its pages again."""
+        """Look up the pages of a request again."""
         self._release(request)
         self._look_up(request)
 
     def _defer(self, request: PendingPrefetch) -> None:
-        """Wait for host pages, which become free when other requests are admitted or cancelled. If there are no other
-        requests, or if the mode sets no bound on the wait, the prefetch ends."""
+        """Let a request wait for host pages, which become free when other requests are admitted or cancelled. If there
+        are no other requests, or if the mode sets no bound on the wait, the request may be admitted at once."""
         self._release(request)
         handle = request.handle
         if not request.was_deferred:
@@ -1296,14 +1317,14 @@ class Prefetcher(Movement):
             self._stop_waiting(request)
 
     def _overlap(self, request: PendingPrefetch) -> None:
-        """Continue to read from the end of the prompt while it is computed from its beginning."""
+        """Continue to read from the end of the prompt while the GPU computes the prompt from its beginning."""
         assert request.lease is not None
         request.computed_end = request.lease.cached_len // self._context.tree.page_size
         self._counters.overlapped.value += 1
 
     def _join(self, request: PendingPrefetch) -> None:
-        """Record the loaded pages. If no other page is missing, read the pages for which the host had no capacity
-        before."""
+        """Record that pages that arrived were loaded to the device. If the prompt lacks no other page of the read list,
+        read the pages for which the host had no capacity before."""
         assert request.lease is not None
         page, cached_len = self._context.tree.page_size, request.lease.cached_len
         request.computed_end = cached_len // page
@@ -1316,7 +1337,7 @@ class Prefetcher(Movement):
             self.cancel(request.handle.request_id)
 
     def _stop_reading(self, request: PendingPrefetch) -> None:
-        """End the reads. Pages that arrived stay locked until the request joins them."""
+        """End the reads of an overlapped request. Pages that arrived stay locked until `join` loads them."""
         request.handle.end()
         request.read_list.clear()
         request.lookup = None
@@ -1324,7 +1345,7 @@ class Prefetcher(Movement):
         self._note_planned(request)
 
     def _complete(self, request: PendingPrefetch) -> None:
-        """End the prefetch, and record the estimate and the time of its wait."""
+        """End the prefetch, and record the estimated and the measured seconds of its wait."""
         if request.handle.waits and request.chosen_s is not None and request.estimate_s is not None:
             self._counters.estimated_s.value += request.estimate_s
             self._counters.waited_s.observe(self._clock() - request.chosen_s)
@@ -1350,16 +1371,16 @@ class Prefetcher(Movement):
     # Turns
 
     def _may_begin(self, *, waits: bool) -> bool:
-        """Return whether another request may become active. Lookups of cancelled requests count as active. A request
-        that does not wait never delays one that does."""
+        """Return whether another request may become active. Lookups of cancelled requests count as active. Requests
+        that do not wait for their prefetch are counted separately, so they never delay requests that wait."""
         if self._jobs.num_awaited_lookups >= _MAX_ACTIVE * len(self._context.stores):
             return False
         num_waiting: int = sum(map(_WAITS, self._active))
         return (num_waiting if waits else len(self._active) - num_waiting) < _MAX_ACTIVE
 
     def _begin_next(self) -> bool:
-        """Start queued requests until enough are active, and sometimes a deferred one. Returns whether any was
-        started."""
+        """Start queued requests until enough requests are active, and sometimes a deferred request. Returns whether any
+        request was started."""
         num_tokens = 0
         while num_tokens < _MAX_STARTED_TOKENS and (request := self._next_queued()) is not None:
             self._counters.retries.value += request.stage is Stage.DEFERRED
@@ -1368,8 +1389,9 @@ class Prefetcher(Movement):
         return num_tokens > 0
 
     def _next_queued(self) -> PendingPrefetch | None:
-        """Return the request to start next: by arrival, requests that wait before the others. A deferred request is
-        started if the host has pages for it, at most one per `_RETRY_S`."""
+        """Return the request to start next: the earliest request that waits for its prefetch, else the earliest request
+        that does not wait. A deferred request is started if the host has pages for it, but at most one request per
+        `_RETRY_S`."""
         for waits in (True, False):
             queued, deferred = self._queues[waits, Stage.QUEUED], self._queues[waits, Stage.DEFERRED]
             if not (queued or deferred) or not self._may_begin(waits=waits):
@@ -1385,8 +1407,8 @@ class Prefetcher(Movement):
         return None
 
     def _retriable(self, deferred: list[PendingPrefetch]) -> list[PendingPrefetch]:
-        """Return the deferred requests that may be retried: the first one; if all pages are claimed, only the request
-        that claims them all."""
+        """Return the deferred requests that may be retried, at most one: the first one. If prefetches claim all pages
+        that they may claim, only a request that claims all of them alone may be retried."""
         if self._claimed() < self._max_pages:
             return deferred[:1]
         sole = self._requests.get(self._share.sole or "")
@@ -1406,8 +1428,8 @@ class Prefetcher(Movement):
     # Host pages
 
     def _claimed(self) -> int:
-        """Return the full host pages that prefetches claim: read for requests that are not admitted, in flight, or in a
-        read list."""
+        """Return the number of full host pages that prefetches claim: pages that were read for requests before their
+        admission, pages in flight, and pages in read lists."""
         return self._share.num_pages + self._jobs.num_pages + self._num_planned
 
     def _note_planned(self, request: PendingPrefetch) -> None:
@@ -1416,8 +1438,8 @@ class Prefetcher(Movement):
         self._num_planned += request.num_planned - before
 
     def _pages_left(self, request: PendingPrefetch) -> int:
-        """Return the pages that may be read for a request: the rest of the share, or of the pool if no other request
-        claims pages."""
+        """Return the number of pages that may still be read for a request: the unclaimed pages of the prefetch share,
+        or of the complete host pool if no other request claims pages."""
         claimed, full = self._claimed(), self._context.full
         own = self._share.of(request.handle.request_id) + request.num_planned
         own += len(request.waited.get(full, NO_ROWS))
@@ -1459,8 +1481,9 @@ class Prefetcher(Movement):
         return [] if self._jobs.look_up(request, located, located.unknown()) else [request]
 
     def _submit(self) -> bool:
-        """Reserve host pages and queue a bounded number of jobs. Returns whether any was queued. If a request gets no
-        host page, it blocks the requests after it while it has pages in flight; otherwise it is deferred."""
+        """Reserve host pages and queue a bounded number of jobs. Returns whether any job was queued. If a request gets
+        no host page while it has pages in flight, this request blocks all later requests. A request without pages in
+        flight is deferred instead."""
         num_jobs, num_pages, has_capacity = 0, 0, True
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
@@ -1489,14 +1512,15 @@ class Prefetcher(Movement):
         return num_jobs > 0
 
     def _apply_reads(self, answers: Iterable[ReadDone]) -> None:
-        """Assign the pages that jobs read to the requests that wait for them. Pages that a job did not read are read
-        from the other store. If that store lacks them, the request cannot use the pages after them."""
+        """Assign the pages that jobs have read to the requests that wait for these pages. If a job could not read a
+        page, the page is read from the other store. If the other store lacks the page too, the request cannot use the
+        pages after it."""
         full, ended, waiting = self._context.full, self._jobs.take(answers), dict[PendingPrefetch, None]()
         claims = Counter[Prefetch]()
         for job in ended:
             if (
                 job.component is full and job.requests and len(job.read_rows)
-            ):  # pages count for the first of its requests
+            ):  # the earliest request of the job claims its pages
                 claims[min(job.requests, key=_ARRIVAL).handle] += len(job.read_rows)
             waiting |= job.requests
             for request in job.requests:
@@ -1522,7 +1546,7 @@ class Prefetcher(Movement):
     def _read_elsewhere(
         self, request: PendingPrefetch, component: CacheComponent, rows: Rows, ended: Sequence[PageRead]
     ) -> None:
-        """Read the pages that jobs did not read from the other store."""
+        """Read from the other store the pages that the `ended` jobs could not read."""
         for store in {job.store for job in ended}:
             of_store = np.concatenate([job.rows for job in ended if job.store is store])
             dropped = request.read_elsewhere(component, rows[np.isin(rows, of_store)], store)
@@ -1531,8 +1555,8 @@ class Prefetcher(Movement):
         self._note_planned(request)
 
     def _cut(self, request: PendingPrefetch, page: int) -> None:
-        """Record that a page does not arrive. Pages after it are of no use, unless it is a full page that an overlapped
-        request computes."""
+        """Record that a page does not arrive. The pages after this page are of no use, unless the page is a full page
+        that an overlapped request computes."""
         request.has_failed, located = True, request.located
         assert located is not None
         if not request.handle.overlaps:
@@ -1545,16 +1569,16 @@ class Prefetcher(Movement):
     # Overlapped prefills
 
     def is_next_on_host(self, lease: Lease, num_tokens: int) -> bool:
-        """Return whether the host has the page after the first `num_tokens`, which are computed."""
+        """Return whether the host has the page after the first `num_tokens` tokens, which are computed."""
         page = num_tokens // self._context.tree.page_size
         if page >= len(lease.keys) or self._request_of(lease) is None:
             return False
         return lease.keys[page] in self._context.full.pages
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """Return the end of a pass from token `start`, at most `end`: a page boundary before the next pages that
-        arrived, and about where computing and reading will meet. Reads of pages that the pass computes are
-        cancelled."""
+        """Return the position, at most `end`, at which a pass from token `start` should end. The pass ends at a page
+        boundary before the next page that has arrived, and about where computing and reading will meet. Reads of pages
+        that the pass computes are cancelled."""
         if not self._requests or (request := self._request_of(lease)) is None:
             return end
         keys, pages, page = lease.keys, self._context.full.pages, self._context.tree.page_size
@@ -1580,16 +1604,16 @@ class Prefetcher(Movement):
         return request.handle.overlaps and request.end - request.missing[0] >= self.least_overlap_pages
 
     def _is_worth_computing(self, request: PendingPrefetch, wait_s: float | None) -> bool:
-        """Return whether enough pages would be computed before the others arrive. `wait_s`: estimated seconds until all
-        arrive; None: unknown."""
+        """Return whether an overlapped prefill would compute enough pages before the other pages arrive. `wait_s`:
+        estimated seconds until all missing pages have arrived; None if unknown."""
         start, end = request.missing
         page = self._context.tree.page_size
         compute_s = self._policy.cost.prefill_s(start * page, end * page)
         return wait_s is None or not compute_s or wait_s >= _LEAST_COMPUTED_SHARE * (wait_s + compute_s)
 
     def _meeting(self, request: PendingPrefetch, start: int, end: int) -> int:
-        """Return the position, at most `end`, at which computing and reading meet if both continue at their rates. If a
-        store is slower than its measured rate, its present reads determine its rate."""
+        """Return the position, at most `end`, at which computing and reading meet if both continue at their rates. If
+        the present reads of the request are slower than the measured rates, the speed of the present reads is used."""
         page = self._context.tree.page_size
         num_left = request.missing[1] * page - start
         compute_s = self._policy.cost.prefill_s(start, start + num_left) if num_left > 0 else None
@@ -1598,7 +1622,8 @@ class Prefetcher(Movement):
         read_s = self._rest_s(request, num_left // page)
         if not (read_s or request.num_arrived):
             return end
-        # Pages that arrived since its reads began, and those of its first job in flight as if it ended now.
+        # The pages that arrived since the reads began, and the pages of the first job in flight, as if this job ended
+        # now.
         num_pages = request.num_arrived + next((len(job.rows) for job in request.jobs), 0)
         if num_pages:
             read_s = max(read_s, (self._clock() - request.begun_s) * num_left / (num_pages * page))
@@ -1606,7 +1631,8 @@ class Prefetcher(Movement):
         return (start + num_tokens) // page * page
 
     def _rest_s(self, request: PendingPrefetch, num_pages: int) -> float:
-        """Return the seconds of reading in parallel, by the rates of its stores; 0 if no rate is known."""
+        """Return the seconds in which the stores of a request read `num_pages` in parallel, by their measured rates; 0
+        if no rate is known."""
         stores = {job.store for job in request.jobs}
         bits = [int(np.bitwise_or.reduce(part.stores)) for part in request.read_list.values()]
         stores.update(store for store in self._context.stores if any(of & store.bit for of in bits))
@@ -1617,8 +1643,8 @@ class Prefetcher(Movement):
     # Load or recompute
 
     def _choose_again(self, *, is_new: bool) -> None:
-        """End the waits whose deadline has passed. After a change, or if a wait may have become too long, compare again
-        for the other requests, some at each poll."""
+        """End the waits whose deadline has passed. After a change, or if a wait may have become too long, compare
+        waiting with computing again for the other requests, for a bounded number of requests at each poll."""
         now_s = self._clock()
         is_late = now_s >= self._choose_at_s
         while self._timed and (request := next(iter(self._timed))).until_s <= now_s:
@@ -1635,13 +1661,14 @@ class Prefetcher(Movement):
         if turn:
             self._undecided.update(
                 {request: None for request in turn if request.is_urgent}
-            )  # compares up to the last urgent request
+            )  # urgent requests are compared again later; the policy ends no wait of other requests
             self._choose(turn)
 
     def _choose(self, requests: Iterable[PendingPrefetch]) -> None:
         """In mode auto, end the waits that delay all requests more than computing the missing pages. A request that
-        stops waiting no longer delays the reads of later ones. On the same condition, a preemptible request stops being
-        preemptible. Active requests are compared in their order, then queued ones."""
+        stops waiting no longer delays the reads of later requests. A preemptible request stops being preemptible if
+        waiting for its pages would delay all requests more than computing them. Active requests are compared in the
+        order in which they queue jobs, then queued requests."""
         waiting = {r: None for r in requests if r.handle.mode == "auto" and r.is_urgent and not r.handle.ended}
         if not waiting:
             return
@@ -1655,14 +1682,14 @@ class Prefetcher(Movement):
                 backlog.add(request)
 
     def _compare(self, request: PendingPrefetch, backlog: _Backlog, num_delayed: int, now_s: float) -> bool:
-        """Compare waiting with computing for one request. Returns whether it stops waiting. `num_delayed`: other
-        requests that computing would delay now. If there are none, an overlapped prefill waits only for lookups, unless
-        the stores read much faster than the GPU computes.
+        """Compare waiting with computing for one request. Returns whether the request stops waiting. `num_delayed`: the
+        number of other requests that computing would delay now. If `num_delayed` is 0, an overlapped prefill waits only
+        for lookups, unless the stores read much faster than the GPU computes.
 
-        A wait in progress keeps the number of delayed requests of its beginning. This number is 0 when all requests
-        wait, and then all waits would end together. The wait may exceed its limit by `_TOLERANCE`, because rates vary
-        with parallel writes. A wait without progress ends after the time of computing, so a stalled disk at most
-        doubles the time.
+        For a wait in progress, the number of delayed requests at the beginning of the wait is used. The present number
+        of delayed requests is 0 when all requests wait, and would then end all waits together. A wait in progress may
+        exceed its limit by the factor `_TOLERANCE`, because read rates vary with parallel writes. If no page arrives
+        for the time that computing would take, the wait ends. So a stalled disk at most doubles the time of a request.
         """
         page, has_begun = self._context.tree.page_size, request.num_delayed is not None
         # Windows and states are read last, and full pages are of no use without them.
@@ -1709,7 +1736,7 @@ class Prefetcher(Movement):
         self._choose_at_s = min(self._choose_at_s, request.progress_s + no_progress_s)
 
     def _stop_waiting(self, request: PendingPrefetch, *, is_preemptible: bool = False) -> None:
-        """End the wait of a request. From now on, computing for other requests delays it."""
+        """End the wait of a request. From now on, the request counts as delayed by the computing of other requests."""
         is_queued = request.stage in _QUEUED_STAGES
         if is_queued:
             self._discard(request)
@@ -1729,8 +1756,9 @@ class Prefetcher(Movement):
             )
 
     def _wait_s(self, request: PendingPrefetch, backlog: _Backlog) -> float | None:
-        """Return the seconds until its last page is on the device, with the jobs before it; stores read in parallel.
-        For a queued request this is a lower bound. None: unknown."""
+        """Return the estimated seconds until the last page of a request is on the device, including the jobs queued
+        before its jobs. Stores read in parallel. For a queued request, the result is a lower bound; None if no estimate
+        is possible."""
         if request.located is None:
             queues_s = [self._read_s(store, num_bytes) for store, num_bytes in backlog.num_bytes.items()]
             return min([queue_s for queue_s in queues_s if queue_s is not None], default=None)

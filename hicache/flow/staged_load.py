@@ -1,22 +1,25 @@
-"""Loads in steps, for loads that evict pages from the device under the write policy `exclusive`.
+"""Staged loads: loads that alternate evictions and loads, under the write policy `exclusive`.
 
-A request gets capacity on the device before it is admitted, and no call waits for the copies of evicted pages:
+A request gets capacity on the device before it is admitted. With `may_wait=False`, its `acquire` does not wait for the
+copies of evicted pages:
 
     | stage    | until                                                      | then                              |
     |----------|------------------------------------------------------------|-----------------------------------|
     | EVICTING | the pages evicted for the next step are on the host        | LOADING; READY for the last step  |
     | LOADING  | the load of a step has ended                               | EVICTING                          |
-    | READY    | the request is admitted, or another one needs the capacity | it ends                           |
-    | FAILED   | the caller gets the error                                  | it ends                           |
+    | READY    | admission, or another request needs the capacity           | the load ends                     |
+    | FAILED   | the caller gets the error                                  | the load ends                     |
 
-If a load of its prefix fails, a request moves from any stage to FAILED; in EVICTING also if a component has no
-capacity. `require` starts the load, and raises `ExchangePending` until the stage is READY; `poll` advances it. From the
-first call on, the request's pages on the device, and the host pages that it loads, are locked.
+A request moves from any stage to FAILED if a load of its prefix fails. A request also moves from EVICTING to FAILED if
+a component has no capacity. `require` starts the load, and raises `ExchangePending` until the stage is READY; `poll`
+advances the load. From the first call of `require` on, the request's pages on the device, and the host pages to load,
+are locked.
 
-Full pages are loaded in steps if the host has too few free pages for the victims. While a step is loaded, the victims
-of the next step are copied to the host pages of earlier steps, which the device has by now. So at most two steps are on
-both tiers. The last step is loaded layer by layer when the request is admitted, with the windows and states of its
-prefix. Only one request at a time loads in steps, because two would take each other's capacity."""
+Full pages are loaded in steps if the host has too few free pages for the pages that the device evicts. While a step is
+loaded, the pages evicted for the next step are copied to the host pages of earlier steps, because the device already
+has the pages of these steps. So the pages of at most two steps are on both tiers. The last step is loaded layer by
+layer when the request is admitted, with the windows and states of its prefix. Only one staged load is in
+progress at a time, because two requests would take each other's capacity."""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ from hicache.flow.prompt import Prompt
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.tiers import FULL, Component, Store
 
-_AHEAD_SHARE = 8  # divisor: at most this share of the device is evicted in advance
+_AHEAD_SHARE = 8  # divisor: at most an eighth of the device is evicted in advance
 
 
 class Stage(Enum):
-    """See the table of the module."""
+    """The stage of a staged load. The module's docstring has a table of the stages."""
 
     EVICTING = auto()
     LOADING = auto()
@@ -54,7 +57,7 @@ _IN_PROGRESS = (Stage.EVICTING, Stage.LOADING)
 
 
 class StagedRequest:
-    """A request that loads in steps. Intervals of full pages of its prompt:
+    """A request with a staged load. Intervals of full pages of its prompt:
 
     [0, num_held)      were on the device at the beginning
     [num_held, done)   were loaded in steps; `sources` counts pages that were read from stores
@@ -81,13 +84,15 @@ class StagedRequest:
 
 
 class StagedLoad(Movement):
-    """Owned by the scheduler thread."""
+    """Staged loads, for one request at a time. Owned by the scheduler thread."""
 
     def __init__(self, context: EngineContext, copies: Copies) -> None:
         self._context, self._copies = context, copies
         self._request: StagedRequest | None = None
         self._is_eviction_due, self._num_taken = False, 0
-        self._steps = context.metrics.counter("exchange.loads", "steps of loads for which others left the device")
+        self._steps = context.metrics.counter(
+            "exchange.loads", "steps of staged loads, for which the device evicted other pages"
+        )
 
     @property
     def is_in_progress(self) -> bool:
@@ -100,24 +105,27 @@ class StagedLoad(Movement):
         return request if request is not None and request.lease.request_id == request_id else None
 
     def require_idle(self, request_id: str) -> None:
-        """Raise ExchangePending while the request loads in steps. If its load has failed, raise the error, once."""
+        """Raise ExchangePending while the staged load of the request is in progress. If the load has failed, raise its
+        error, once."""
         request = self.of(request_id)
         if request is not None and request.error is not None:
             self.end()
             raise request.error
         if request is not None and request.stage in _IN_PROGRESS:
-            raise ExchangePending(f"pages are exchanged for {request_id}: poll() until it is admitted")
+            raise ExchangePending(f"the staged load of {request_id} is in progress: poll() and retry")
 
     def require(self, request: CacheRequest, admission: Admission, located: Located) -> bool:
-        """Return when the capacity for the admission is free. Returns True if `admission` has to be counted again.
+        """Start or check the staged load of a request. Returns when the capacity for the admission is free; True if
+        the caller has to count the admission again.
 
-        Until then, it raises ExchangePending. Raises the shortage of a component, and TransferBusy if a step failed."""
+        Raises ExchangePending until the capacity is free, the shortage of a component, and TransferBusy if a step
+        failed."""
         staged, components = self.of(request.request_id), self._context.components
         is_free = all(component.needed(admission) <= component.available() for component in components)
         if is_free and (staged is not None or self._is_one_step(admission)):
             return False
         if staged is None and self.is_in_progress:
-            raise ExchangePending("pages are exchanged for another request: poll() until it is admitted")
+            raise ExchangePending("the staged load of another request is in progress: poll() and retry")
         self.end()
         self._begin(request, admission, located)
         self.poll()
@@ -125,15 +133,15 @@ class StagedLoad(Movement):
         return True
 
     def advance(self) -> None:
-        """Wait for the copies of a step, and start the next one."""
+        """Wait for the copies of a step, and start the next step."""
         self._copies.wait_for_evicted()
         load = None if self._request is None else self._request.load
         self._copies.end_loads([] if load is None else [load])
         self.poll()
 
     def end(self, request_id: str | None = None) -> bool:
-        """End the staged load of this request, or of any. Returns whether there was one. Loaded pages stay on the
-        device, unlocked."""
+        """End the staged load of the request `request_id`; None: of any request. Returns whether a staged load was
+        ended. Loaded pages stay on the device, unlocked."""
         request = self._request if request_id is None else self.of(request_id)
         if request is not None:
             self._request = None
@@ -141,15 +149,15 @@ class StagedLoad(Movement):
         return request is not None
 
     def end_ready(self, request_id: str) -> bool:
-        """End the staged load of another request that is READY. Returns whether there was one."""
+        """End the staged load of another request if it is READY. Returns whether a staged load was ended."""
         request = self._request
         is_other = request is not None and request.stage is Stage.READY and self.of(request_id) is None
         return is_other and self.end()
 
     def evict_ahead(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
-        """Evict pages before `leases` need their slots, so that they need not wait for copies: the number of slots that
-        prompts took since the last call, while prompt tokens are left, and a page per lease. Does nothing until a
-        request has taken slots again."""
+        """Evict pages before `leases` need slots, so that these requests need not wait for copies. Evicts one page for
+        each lease. While prompt tokens are left, it also evicts the number of slots that prompts took since the last
+        call. Does nothing until a request has taken slots again."""
         if not self._is_eviction_due:
             return
         num_taken, self._num_taken, self._is_eviction_due = self._num_taken, 0, False
@@ -165,7 +173,7 @@ class StagedLoad(Movement):
         self._num_taken, self._is_eviction_due = self._num_taken + num_slots, True
 
     def poll(self) -> bool:
-        """Start the next step if the copies of the last one have ended. Returns whether anything changed."""
+        """Start the next step if the copies of the last step have ended. Returns whether anything changed."""
         request = self._request
         if request is None or request.stage is Stage.FAILED:
             return False
@@ -276,7 +284,7 @@ class StagedLoad(Movement):
 
     @staticmethod
     def _fail(request: StagedRequest, error: ResourceExhausted) -> bool:
-        """Move to FAILED. The next `require_idle` raises the error."""
+        """Move a request to the stage FAILED. The next `require_idle` raises the error."""
         request.stage, request.error = Stage.FAILED, error
         request.locks.close()
         return True

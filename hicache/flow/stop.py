@@ -2,8 +2,8 @@
 
 The first pages of all prompts are written before later pages. So the pages that a store has can be read, even if the
 shutdown is interrupted or the store has little capacity. A shutdown evicts all pages of the host before each batch,
-because the stores have them and no request needs them. A flush works in small steps, and each step evicts the previous
-one.
+because the stores have them and no request needs them. A flush works in small steps, and each step evicts from the host
+the pages of the previous step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hicache.tiers import FULL, Component
 log = logging.getLogger(__name__)
 
 _PIECE_PAGES, _ANSWER_S = 16, 5.0
-# The share of host and store that one batch may fill. Raw pages take two host pages, and the store must not evict the
-# first pages of prompts.
+# Divisors: the share of the host, and of a store, that one batch may fill. Raw pages take two host pages, and the store
+# must not evict the first pages of prompts.
 _HOST_PARTS, _STORE_PARTS = 2, 8
 
 
 class _Piece(NamedTuple):
-    """Pages of one component that are stored together. `last_use`: on the device."""
+    """Pages of one component that are stored together. `last_use`: the last use of the first page on the device."""
 
     last_use: int
     unsaved: Unsaved
@@ -45,8 +45,8 @@ class _Piece(NamedTuple):
 def store_promised(
     context: EngineContext, copies: Copies, writes: Sequence[Writes], settle: Callable[[], None]
 ) -> None:
-    """Write all pages that the write policy keeps on host and device to the stores. All leases have ended. `settle`:
-    see `flush_host`."""
+    """Write all pages of the host to the stores. Also write the pages of the device that the write policy would have
+    copied to the host if the host had had capacity. All leases have ended. `settle`: see `flush_host`."""
     if num_refused := flush_host(context, writes, settle):
         log.warning("%s", NotStored(num_refused, _faults(writes)))
     if not context.has_host or not writes:
@@ -90,7 +90,7 @@ def _faults(writes: Sequence[Writes]) -> list[str]:
 
 def _flush_device(context: EngineContext, copies: Copies, writes: Sequence[Writes], settle: Callable[[], None]) -> int:
     """Under a policy that copies at eviction, write the pages of the device, except full pages that the stores have.
-    They stay on the device. Returns the number of pages that a store still lacks. All movements have ended."""
+    These pages stay on the device. Returns the number of pages that a store still lacks. All movements have ended."""
     tiers, num_left = [each.tier for each in writes], 0
     if not context.has_host or not tiers or context.write_policy.on_eviction is OnEviction.DROP:
         return 0
@@ -113,13 +113,13 @@ def _flush_device(context: EngineContext, copies: Copies, writes: Sequence[Write
 
 
 def _num_refused(batch: Sequence[_Piece], writes: Sequence[Writes]) -> int:
-    """The number of pages of a batch that the host has and that a store did not take."""
+    """Return the number of pages of a batch that the host has and that a store did not accept."""
     components = [(piece.unsaved.component, piece.unsaved.keys) for piece in batch]
     return sum(num_lacking(component, component.pages.held(keys), writes) for component, keys in components)
 
 
 def _promised(context: EngineContext) -> Iterator[Rows]:
-    """The pages of nodes that the write policy copies to a host with enough capacity, parents first."""
+    """Yield the pages of each node that the write policy copies to a host with enough capacity, parents first."""
     policy, table, waiting = context.write_policy, context.tree.table, list(context.tree.root.children.values())
     is_dropped = policy.on_eviction is OnEviction.DROP
     while waiting:
@@ -141,15 +141,15 @@ def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Componen
 
 
 def _all_pieces(context: EngineContext, copies: Copies, limits: dict[Component, int]) -> list[_Piece]:
-    """Return all pages that the host lacks, first pages of prompts first; of equal positions, the pages that were used
-    last."""
+    """Return all pages that the host lacks, sorted by their position in the prompt. Of pages at the same position, the
+    page that was used last is first."""
     pieces = [piece for rows in _promised(context) for piece in _pieces(copies, rows, limits)]
     return sorted(pieces, key=lambda piece: (piece.unsaved.first, -piece.last_use))
 
 
 def _pieces(copies: Copies, rows: Rows, limits: dict[Component, int]) -> Iterator[_Piece]:
-    """Yield the pages of `rows` that the host lacks. For a window or state, the stores may already have the full
-    page."""
+    """Yield the pages of `rows` that the host lacks. A window or state is yielded even if the host lacks the page of
+    full attention, because a store may have that page."""
     for unsaved in copies.unsaved(rows):
         most, last_use = min(_PIECE_PAGES, limits[unsaved.component.name]), unsaved.component.resident.order.at.last_use
         for first, last in spans(np.flatnonzero(copies.lacks(unsaved.component, unsaved.rows)).tolist()):
@@ -177,14 +177,14 @@ def _is_stored(piece: _Piece, tiers: Sequence[StoreTier]) -> bool:
 
 
 def _has(tier: StoreTier, keys: Sequence[bytes]) -> bool | None:
-    """Return whether a store has each page; None if it does not answer."""
+    """Return whether a store has each page; None if the store does not answer."""
     found = tier.find((), _ANSWER_S, keys)
     return None if found is None else all(found.others)
 
 
 def _has_capacity(tier: StoreTier, full_keys: Sequence[bytes], other_keys: Sequence[bytes]) -> bool:
-    """Return whether a store still has all written pages, so that it may get more. It evicts the first of these pages
-    last."""
+    """Return whether a store still has all written full pages, so that more pages may be written to it. The written
+    pages count as used, so the store evicts the first of them last."""
     tier.used([*full_keys, *other_keys])
     if tier.writes.refuses():
         return False

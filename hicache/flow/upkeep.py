@@ -31,16 +31,20 @@ from hicache.transfer.base import TransferBackend
 MemoryTier = Literal["device", "host"]
 _TIERS = ("device", "host")
 _TRANSFER_HELP: dict[str, tuple[MetricType, str]] = {
-    "copies": ("counter", "copies made by this method"),
+    "copies": ("counter", "number of copies by this method"),
     "delayed_copies": ("counter", "copies to the host that waited for the first layer of a load"),
     "bytes_per_second": ("gauge", "rate of the link by this method, measured at the start"),
-    "piece_seconds": ("gauge", "what a piece costs beside its bytes by this method, measured at the start"),
-    "issue_seconds": ("gauge", "what a piece costs the host by this method, measured at the start"),
+    "piece_seconds": (
+        "gauge",
+        "fixed time for each piece of a copy by this method, without its bytes; measured at the start",
+    ),
+    "issue_seconds": ("gauge", "CPU time to queue a piece of a copy by this method, measured at the start"),
 }
 
 
 class Inspection(NamedTuple):
-    """The movements of an engine, and the parts that they share. None: the engine does not have this tier."""
+    """The movements of an engine, and the parts that the movements share. `prefetcher`: None if the engine has no
+    store."""
 
     context: EngineContext
     copies: Copies
@@ -51,9 +55,9 @@ class Inspection(NamedTuple):
 def check_engine(
     context: EngineContext, leases: Sequence[Lease], loads: Sequence[Load], movements: Sequence[Movement]
 ) -> None:
-    """Raise `InvariantError` with all violations, including those that the parts find themselves.
+    """Raise `InvariantError` with all violations, including the violations that the parts of the engine report.
 
-    `loads`: those that have not completed.
+    `loads`: the loads that have not completed.
     """
     found: list[str] = []
     checks: list[Callable[[], None]] = [context.tree.check, context.full.allocator.check, context.req_to_token.check]
@@ -129,7 +133,7 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
     total, available, of_tier = full.capacity, full.available, _gauges_of(context, "device")
     of_tier("total_tokens", "slots of the device tier", lambda: total)
     gauge("device.free_tokens", "free slots", available)
-    of_tier("used_tokens", "slots that the cache or a request holds", lambda: total - available())
+    of_tier("used_tokens", "slots that the cache or a request uses", lambda: total - available())
     of_tier("used_ratio", "used_tokens divided by total_tokens", lambda: 1 - available() / total)
     of_tier("evictable_tokens", "cached tokens that may be evicted", lambda: tree.evictable(FULL))
     gauge("device.protected_tokens", "cached tokens that requests or copies have locked", lambda: tree.protected(FULL))
@@ -148,17 +152,21 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
 def _register_host(context: EngineContext) -> None:
     pages, host, of_tier = context.full.pages, context.full.host, _gauges_of(context, "host")
     total, free = host.num_pages, host.available
-    of_tier("total_tokens", "tokens that the host tier can hold", lambda: total * host.page_tokens)
+    of_tier("total_tokens", "tokens for which the host tier has capacity", lambda: total * host.page_tokens)
 
     def used_tokens() -> int:
         return (total - free() - pages.num_raw) * host.page_tokens
 
     of_tier("used_tokens", "tokens in host pages; an unpacked (raw) page counts once", used_tokens)
-    of_tier("used_ratio", "used host pages divided by all; an unpacked (raw) page uses two", lambda: 1 - free() / total)
+    of_tier(
+        "used_ratio",
+        "used host pages divided by all host pages; an unpacked (raw) page uses two",
+        lambda: 1 - free() / total,
+    )
     context.metrics.gauge("host.free_pages", "free host pages", free)
     of_tier(
         "evictable_tokens",
-        "tokens that the free and evictable host pages can hold; an unpacked (raw) page counts as two",
+        "tokens for which the free and evictable host pages have capacity; an unpacked (raw) page counts as two",
         lambda: pages.num_evictable * host.page_tokens,
     )
 
@@ -172,7 +180,8 @@ def _register_exclusive(pages: TierPages, metrics: Metrics, page_tokens: int) ->
     )
     info: tuple[MetricType, str] = (
         "counter",
-        "tokens that the device evicted after the host had dropped them as duplicates, so they are copied again",
+        "tokens that were copied to the host twice: the host evicted the first copy as a duplicate, and the device "
+        "evicted the tokens later",
     )
     metrics.read_from({returned: info}, lambda: {returned: pages.num_returned * page_tokens})
 

@@ -21,19 +21,19 @@ from hicache.pages.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
 _MAX_COUNT = (1 << 63) - 1
-_MAX_RANK = (1 << 31) - 1  # of priorities and uses; in this range, ranks (sums of floats) are exact
-MAX_NEXT_TURN_S = 86_400.0  # a day; a later turn may still hit pages that were not evicted
+_MAX_RANK = (1 << 31) - 1  # maximum priority and number of uses: up to 2^31, eviction ranks (sums of floats) are exact
+MAX_NEXT_TURN_S = 86_400.0  # a day; a next turn after more than a day may still hit pages that were not evicted
 _MAX_PASS_TOKENS, _MAX_PASS_S = (
     1 << 32,
     1e6,
-)  # bounds of one pass, so that a wrong report spoils the estimates only briefly
+)  # maximum tokens and seconds of a reported pass, so that a wrong report spoils the estimates only briefly
 
 
 def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1, known_len: int = 0) -> Tokens:
     """Return at least `minimum` token ids as contiguous int64 `[n]`, without a copy if possible. Raises
     `InvalidTokens`.
 
-    The caller compares the first `known_len` tokens with valid ones.
+    The first `known_len` tokens are not checked, because the caller compares them with valid tokens.
     """
     ids = pack_tokens(tokens)
     if len(ids) < minimum:
@@ -58,14 +58,14 @@ def valid_namespace(namespace: str) -> str:
 
 
 def valid_request_id(request_id: str) -> str:
-    """Raises `InvalidArgument`."""
+    """Return a request id that is a str. Raises `InvalidArgument`."""
     if not isinstance(request_id, str):
         raise InvalidArgument(f"request_id={request_id!r} is of type {type(request_id).__name__}; give a str")
     return request_id
 
 
 def valid_mode(mode: PrefetchMode) -> PrefetchMode:
-    """Raises `InvalidArgument`."""
+    """Return a known prefetch mode. Raises `InvalidArgument`."""
     if mode not in _MODES:
         raise InvalidArgument(f"mode={mode!r}: choose one of {', '.join(_MODES)}")
     return mode
@@ -81,7 +81,8 @@ def valid_number(name: str, value: Any, maximum: float = math.inf) -> float:
 
 
 def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT, minimum: int = 0) -> int:
-    """Return an integer from `minimum` to `maximum`, of any integer type but bool. Raises `InvalidArgument`."""
+    """Return `value` as an int from `minimum` to `maximum`. Accepts each integer type except bool. Raises
+    `InvalidArgument`."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -95,7 +96,7 @@ def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT, minimum: int =
 
 
 def valid_interval(start: Any, end: Any) -> tuple[int, int]:
-    """Return two positions. Raises `InvalidArgument`."""
+    """Return `start` and `end` as ints of at least 0. Raises `InvalidArgument`."""
     if type(start) is int and type(end) is int and 0 <= start <= _MAX_COUNT and 0 <= end <= _MAX_COUNT:
         return start, end
     return valid_count("start", start), valid_count("end", end)

@@ -18,8 +18,8 @@ class OnEviction(Enum):
     """The effect of an eviction from the device on pages without a host copy."""
 
     DROP = auto()  # The pages are lost.
-    BACK_UP = auto()  # They are copied to the host, and the eviction waits for the copy.
-    EXCHANGE = auto()  # As BACK_UP, but no call waits, and the host first drops pages that are also on the device.
+    BACK_UP = auto()  # The pages are copied to the host, and the eviction waits for the copy.
+    EXCHANGE = auto()  # As BACK_UP, with staged loads; the host first drops pages that are also on the device.
 
 
 class WritePolicy(Protocol):
@@ -28,8 +28,8 @@ class WritePolicy(Protocol):
     on_eviction: OnEviction
 
     def selects(self, table: PageTable, rows: Rows) -> Mask:
-        """Return which of the pages `rows` of a prompt, which a request has just added or used, are copied at once.
-        Pages after an unselected page are not copied either."""
+        """Return which pages are copied to the host at once. `rows`: pages of a prompt that a request has just added or
+        used. Pages after a page that is not selected are not copied either."""
 
 
 class WriteThrough:
@@ -52,7 +52,7 @@ class WriteBack:
 
 class Exclusive(WriteBack):
     """Copies pages at eviction as `WriteBack`. To free pages, the host first drops pages that are also on the device.
-    No call waits for a copy, see `hicache.flow.staged_load`."""
+    Loads that evict pages are staged, see `hicache.flow.staged_load`."""
 
     on_eviction = OnEviction.EXCHANGE
 

@@ -1,9 +1,10 @@
 """Writes of host pages to stores: to the disk, and independently to the remote store.
 
-`pages/writes.py: WriteScheduler` chooses the rows of a round, at most a share of a component's host pool. They are
-locked on the host until the store has answered. Pages that a store refused stay on the host, and are sent again when a
-request that used them ends. If a writer stalls, its pages stay locked until it returns, and other pages are written. A
-raw page is not written, but the pages after it in its prompt are: requests hit them while the host has the raw page.
+`pages/writes.py: WriteScheduler` chooses the pages of each round of writes, at most a share of a component's host pool.
+These pages are locked on the host until the store has answered. Pages that a store refused stay on the host, and are
+sent again when a request that used them ends. If a writer thread stalls, the pages of its job stay locked until the
+thread returns, and other pages are written. A raw page is not written. The pages after it in its prompt are written,
+because requests can hit these pages while the host has the raw page.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ REMOTE_SHARE = 0.25  # share of a host pool that may be locked by writes to the 
 _STORE_SHARE = 0.25  # share of the budget of a store that one round may write
 _MAX_SENT_JOBS = 6  # jobs sent in one poll, so that it ends soon
 _JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # the most pages and bytes of one job
-# If no budget is set, it is half of the measured rate of writes, so that reads have the other half.
+# If no budget is set, the budget is half of the measured rate of writes, so that reads have the other half.
 _MEASURED_BYTES, _BUDGET_SHARE = 256 << 20, 0.5
 _SOURCE, _ROWS = itemgetter(0), itemgetter(1)  # accessors of one part of a round
 _LOOK_S = 0.05  # time between two attempts to write pages that the budget refused
@@ -42,7 +43,7 @@ _Write = tuple[CacheComponent, Rows]  # the pages of one job
 class Writes(Movement):
     """The writes to one store. Owned by the scheduler thread. The store's writer gets only frozen jobs.
 
-    `share`: of a component's host pool that may be locked by one round.
+    `share`: the share of a component's host pool that one round may lock.
     """
 
     def __init__(self, context: EngineContext, store: Store, share: float, budget: WriteBudget) -> None:
@@ -63,13 +64,13 @@ class Writes(Movement):
         self._scheduler = WriteScheduler([*self._components], store, budget, self._uses)
         self._backlog = deque[_Write]()  # locked pages that were not sent yet
         self._writes: dict[int, _Write] = {}
-        self._stalled = set[int]()  # tickets
+        self._stalled = set[int]()  # tickets of jobs whose writer has stalled
         self._tickets = itertools.count()
         self._next_look_s = 0.0
-        self._times_lost = 0  # losses of the store process that the event log knows
+        self._times_lost = 0  # losses of the store process that were reported as events
         self._host_bytes = sum([each.host.num_pages * each.host.page_bytes for each in context.components])
         self._store_bytes = 0  # the budget of the store; 0: unknown
-        # The prefixes of written pages, in the order of their prompts, until they are announced.
+        # The keys and rows of the prefixes of written pages, in the order of the prompts, until `announce_prefixes`.
         self._prefix_keys = list[bytes]()
         self._prefix_rows = Seen()
         self._unannounced_bytes = 0
@@ -81,15 +82,15 @@ class Writes(Movement):
         self._bytes, self._seconds = metrics.movement(
             name,
             "bytes of the pages that the store accepted from one write job, before compression",
-            "time for which a write job occupied the writer thread; jobs of a batch share its time",
+            "time for which a write job occupied the writer thread; the time of a batch is divided among its jobs",
             movement="write",
             direction=f"host_to_{self.store.name}",
         )
-        self._failures = metrics.counter(f"{name}.failed_pages", "pages that the store refused")
+        self._failures = metrics.counter(f"{name}.failed_pages", "pages that the store did not accept")
         help = "bytes of new pages that the store accepted, before compression"
         self._written = metrics.counter(f"{name}.written_bytes", help)
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "queued_pages": ("unlocked pages that wait to be written", lambda: self.num_waiting)
+            "queued_pages": ("unlocked host pages that wait to be written to the store", lambda: self.num_waiting)
         }
         if uses is not None:
             gauges |= {
@@ -98,11 +99,11 @@ class Writes(Movement):
                     lambda: budget.bytes_per_s,
                 ),
                 "budget_left_ratio": (
-                    "fill of the token bucket of writes, which holds 30 seconds of the budget; 1: full",
+                    "share of the token bucket of writes that is left; the full bucket has 30 seconds of the budget",
                     lambda: budget.level,
                 ),
                 "unread_pages": (
-                    "pages that the store accepted and that no request has read from it since",
+                    "pages that the store accepted and that no request has read from the store since",
                     lambda: uses.num_written - uses.num_read,
                 ),
             }
@@ -115,7 +116,7 @@ class Writes(Movement):
 
     def used(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """Record that a request used the prefix with these keys, from any tier. The pages count as used in the store,
-        and pages that it refused before are sent again.
+        and pages that the store refused before are sent again.
 
         The order of uses is: windows and states, then full pages from the end of the prompt to its beginning. The store
         evicts in this order.
@@ -177,15 +178,16 @@ class Writes(Movement):
         return (np.flatnonzero(writing & self.store.bit),)
 
     def announce_prefixes(self) -> None:
-        """Tell the store that the prefixes of written pages were used after these pages, so that it evicts the end of a
-        prompt first."""
+        """Tell the store that the prefixes of written pages were used after these pages, so that the store evicts the
+        end of a prompt first."""
         self.tier.used(self._prefix_keys)
         self._prefix_keys = []
         self._prefix_rows.age[:] = 0
         self._unannounced_bytes = 0
 
     def _begin_round(self) -> None:
-        """Lock the rows that are sent next. Their number is bounded by shares of the host pool and of the store."""
+        """Lock the pages of the next round. The number of these pages is bounded by shares of the host pool and of the
+        store."""
         self._store_bytes = self.tier.stats().budget_bytes
         for source, component in self._components.items():
             num_pages = self._share * component.host.num_pages
@@ -204,10 +206,13 @@ class Writes(Movement):
         first = [*islice(self._backlog, min(_MAX_SENT_JOBS, self.tier.writes.num_free))]
         for component, writes in itertools.groupby(first, _SOURCE):
             by_ticket = dict(zip(self._tickets, writes, strict=False))
-            jobs, memory = list[WriteJob](), component.host.memory
+            all_rows = np.concatenate([rows for _, rows in by_ticket.values()])
+            keys, pool_pages = component.pages.table.keys_of(all_rows), component.pages.pool_page[all_rows].tolist()
+            jobs, memory, start = list[WriteJob](), component.host.memory, 0
             for ticket, (_, rows) in by_ticket.items():
-                keys, pool_pages = component.pages.table.keys_of(rows), component.pages.pool_page[rows].tolist()
-                jobs.append(WriteJob(ticket, tuple(keys), PageRows(memory, pool_pages)))
+                end = start + len(rows)
+                jobs.append(WriteJob(ticket, tuple(keys[start:end]), PageRows(memory, pool_pages[start:end])))
+                start = end
             if not self.tier.writes.submit(*jobs):
                 return
             self._writes |= by_ticket
@@ -239,20 +244,26 @@ class Writes(Movement):
         """Apply the answers to writes of a component."""
         pages, table, page_bytes = component.pages, component.pages.table, component.host.page_bytes
         written, oks, new = list[Rows](), list[Mask](), list[Rows]()
-        num_new = 0
+        job_bytes, job_seconds = list[int](), list[float]()
+        num_new, measured_pages, measured_s = 0, 0, 0.0
         for of_job, done in ended:
             ok = np.array(done.ok, np.bool_)
             written.append(of_job)
             oks.append(ok)
             if num_written := int(np.count_nonzero(ok)):
-                self._bytes.observe(num_written * page_bytes)
-                self._seconds.observe(done.seconds)
+                job_bytes.append(num_written * page_bytes)
+                job_seconds.append(done.seconds)
             self._failures.value += len(ok) - num_written
             if done.num_new:
                 new.append(of_job[ok])
                 num_new += done.num_new
-            if self._is_measured and done.num_new == len(ok):
-                self._measure(done.num_new * page_bytes, done.seconds)
+            if done.num_new == len(ok):
+                measured_pages += done.num_new
+                measured_s += done.seconds
+        self._bytes.observe(*job_bytes)
+        self._seconds.observe(*job_seconds)
+        if self._is_measured:
+            self._measure(measured_pages * page_bytes, measured_s)
         if self._uses is not None and new:
             self._uses.write(table.name[np.concatenate(new)], num_new)
         rows = np.concatenate(written)
@@ -263,7 +274,7 @@ class Writes(Movement):
         self._budget.spend(num_new * page_bytes, len(rows) * page_bytes)
         self._written.value += num_new * page_bytes
         self._unannounced_bytes += len(rows) * page_bytes
-        if component.name == FULL:  # now, while the rows are locked; later they may belong to other pages
+        if component.name == FULL:  # keys are read while the rows are locked; later, rows may belong to other pages
             self._prefix_keys += table.keys_of(table.with_paths(rows, self._prefix_rows))
         # The latest writes first, as in the order of uses: the end of a prompt is evicted first.
         pages.written(np.concatenate(written[::-1]), np.concatenate(oks[::-1]), self.store.bit)
@@ -278,7 +289,7 @@ class Writes(Movement):
             self._measured_s /= 2
 
     def _publish(self, component: CacheComponent, taken: Rows, removed: Sequence[bytes]) -> None:
-        """Publish events of the disk: the pages that it removed, and the full pages that it took."""
+        """Publish events of the disk: the pages that the disk removed, and the full pages that the disk stored."""
         events, watch = self._context.tree.events, self._context.watch
         assert events is not None
         events.removed(removed, "DISK")
@@ -288,7 +299,7 @@ class Writes(Movement):
 
 
 def writes_of(context: EngineContext) -> tuple[Writes, ...]:
-    """The writes to each store that this engine writes to."""
+    """Return a `Writes` for each store to which this engine writes."""
     remote, disk = context.config.remote, context.config.disk
     disk_rate = 0.0 if disk is None else disk.write_bytes_per_s
     return tuple(
@@ -304,7 +315,7 @@ def writes_of(context: EngineContext) -> tuple[Writes, ...]:
 
 
 def num_lacking(component: CacheComponent, rows: Rows, writes: Sequence[Writes]) -> int:
-    """The number of pages that the host has and that a store lacks."""
+    """Return the number of `rows` whose pages the host has and at least one store lacks."""
     return int(np.count_nonzero(np.any([each.lacks(component, rows) for each in writes], axis=0)))
 
 

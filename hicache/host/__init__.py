@@ -1,1 +1,1 @@
-"""Tier 2: pinned CPU memory in pages."""
+"""The host tier: pinned CPU memory in pages."""

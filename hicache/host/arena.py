@@ -1,9 +1,9 @@
 """One block of CPU memory, pinned once, that is divided into all host pages.
 
-The arena owns the mapping and its registration with CUDA. Threads near the GPU touch the memory in parallel before it
-is pinned: allocating and clearing memory pages is the slow part, and the driver does it with a single thread. Memory is
-pinned in chunks of complete rows. A copy must not cross the end of a chunk, because CUDA registers each chunk
-separately.
+The arena owns the mapping and its registration with CUDA. Threads near the GPU touch the memory in parallel before the
+memory is pinned: the slow part is to allocate and clear memory pages, and the driver would do this with a single
+thread. Memory is pinned in chunks of complete rows. A copy must not cross the end of a chunk, because CUDA registers
+each chunk separately.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from hicache.storage.memory import memory_file, usable_cpus
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 30
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14
-TOUCH_BYTES = 32 << 20  # bytes that a thread touches at a time: complete huge pages, and many more pieces than threads
+_MADV_POPULATE_WRITE = 23  # the value since Linux 5.14
+TOUCH_BYTES = 32 << 20  # bytes that a thread touches at a time: complete huge pages, and a small part of the memory
 
 
 class CudaRegistry:
-    """Page-locks for every GPU of the process, near `device` (None: the current one)."""
+    """Page-locks memory for every GPU of the process. `device`: the GPU near which the memory lies; None: the current
+    GPU."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
@@ -55,7 +56,8 @@ class CudaRegistry:
         return self._call(self._cudart.cudaHostUnregister, address)
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate page-locked memory. Returns its address, which is passed to `free`, or 0 if there is none."""
+        """Allocate page-locked memory. Returns the address, which the caller passes to `free`, or 0 if CUDA cannot
+        allocate the memory."""
         address = ctypes.c_void_p()
         with torch.cuda.device(self._device):
             # torch is not used here, because it allocates pinned memory only in powers of two.
@@ -63,13 +65,13 @@ class CudaRegistry:
         return address.value or 0
 
     def free(self, address: int) -> None:
-        """Free memory of `allocate`."""
+        """Free memory that `allocate` returned."""
         with torch.cuda.device(self._device):
             ctypes.CDLL("libcuda.so.1").cuMemFreeHost(ctypes.c_void_p(address))
 
     def _call(self, function: Callable[..., Any], *arguments: int) -> str | None:
-        # Make the engine's device current: a call with another device current would create a context there, which takes
-        # memory.
+        # Make the engine's device current: a call while another device is current would create a context on that
+        # device, which takes memory.
         with torch.cuda.device(self._device):
             status = function(*arguments)
             if int(status) == 0:
@@ -86,8 +88,8 @@ class CudaRegistry:
 class PinnedRows:
     """Page-locks `data`, contiguous uint8 [rows, row_bytes], in chunks of `rows_per_chunk` complete rows.
 
-    The caller owns the memory: it is private, or shared with other processes, each of which locks it for its own GPUs.
-    Unlock it with `close` before it is unmapped. An OutOfMemory names `setting`.
+    The caller owns the memory, which is private or shared with other processes; each process locks the memory for its
+    own GPUs. Call `close` before the memory is unmapped. An OutOfMemory names `setting`.
     """
 
     def __init__(
@@ -104,8 +106,8 @@ class PinnedRows:
         registry = CudaRegistry(device) if registry is None else registry
         pinned: list[int] = []
         self._data = data
-        # The finalizer also unpins if the object is freed without `close`: memory that is unmapped while registered
-        # cannot be used again.
+        # The finalizer also unpins if the object is freed without `close`: addresses that are unmapped while they are
+        # registered cannot be used again.
         self._unpin = weakref.finalize(self, _unregister, registry, pinned)
         self._unpin.atexit = False  # at exit, the driver unpins faster than this process
         try:
@@ -131,11 +133,12 @@ class PinnedRows:
 class PinnedArena:
     """CPU memory for `rows` rows of `row_bytes` bytes: `data` is uint8 [rows, row_bytes], zeros, page-locked if `pin`.
 
-    Row r lies in chunk r // `rows_per_chunk`. Without `pin` the system allocates memory when it is first written. With
-    `pin` all memory is allocated when the constructor returns, and a forked child cannot access it. Built and closed by
-    the engine's thread; transfer streams and disk readers copy into it. OutOfMemory errors name `setting`.
+    Row r lies in chunk r // `rows_per_chunk`. Without `pin`, the system allocates memory when it is first written. With
+    `pin`, all memory is allocated when the constructor returns, and a forked child cannot access the memory. The
+    engine's thread builds and closes an arena; transfer streams and disk readers copy into it. OutOfMemory errors name
+    `setting`.
 
-    `shared`: a store process may map the memory too, from `descriptor` (otherwise -1), which `close` closes.
+    `shared`: a store process may map the memory too, by the file `descriptor` (-1 if not shared), which `close` closes.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class PinnedArena:
         self._pins: PinnedRows | None = None
         if pin:
             # After a fork, the next write to a memory page would copy the page, and the GPU would continue to use the
-            # old one.
+            # old page.
             mapping.madvise(mmap.MADV_DONTFORK)
             registry = CudaRegistry(device) if registry is None else registry
             touch(self.data.numpy(), registry.near(), setting)
@@ -179,8 +182,8 @@ class PinnedArena:
 
 def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRegistry) -> torch.Tensor:
     """Allocate uint8 [rows, row_bytes] that is page-locked by CUDA, for systems where CUDA cannot lock existing memory.
-    No other process can map it. It is released when the last tensor that refers to it is freed. An OutOfMemory names
-    `setting`."""
+    No other process can map the memory. It is released when the last tensor that refers to the memory is freed. An
+    OutOfMemory names `setting`."""
     num_bytes = rows * row_bytes
     require(num_bytes, setting)
     address = registry.allocate(num_bytes)
@@ -193,8 +196,8 @@ def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRe
 
 
 def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int], setting: str) -> None:
-    """Allocate every memory page of `memory`, uint8 [rows, bytes], from threads on `cpus` (empty: on any). There may be
-    gaps between rows. Bytes do not change. An OutOfMemory names `setting`."""
+    """Allocate every memory page of `memory`, uint8 [rows, bytes], by threads on `cpus` (empty: on any CPU). There may
+    be gaps between rows. The bytes of `memory` do not change. An OutOfMemory names `setting`."""
     start, (num_rows, row_bytes) = memory.ctypes.data, memory.shape
     if memory.flags.c_contiguous:
         num_rows, row_bytes = 1, memory.nbytes
@@ -221,7 +224,7 @@ def _touch_spans(spans: list[tuple[int, int]]) -> None:
             if error != errno.EINVAL:
                 raise OSError(error, os.strerror(error))
             pages = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(first))
-            pages[:: mmap.PAGESIZE] |= 0  # a kernel before 5.14; numpy releases the GIL
+            pages[:: mmap.PAGESIZE] |= 0  # for kernels before 5.14; numpy releases the GIL
 
 
 def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:

@@ -13,11 +13,11 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def groups(controller: str, proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[tuple[Path, int]]:
-    """Each directory that may limit us, with its version of control groups, 2 or 1.
+    """Yield each directory of a control group that may limit this process, with its version of control groups, 2 or 1.
 
     `cgroup`: mount point of the file system of version 2, or of the controllers of version 1. A container often sees
-    its own group at the mount point, and a path of the machine as its membership. So the mount point always counts, and
-    a missing directory sets no limit.
+    its own group at the mount point, while /proc names the group by its path on the machine. So the mount point always
+    counts, and a missing directory sets no limit.
     """
     yield cgroup, 2
     yield cgroup / controller, 1
@@ -35,16 +35,16 @@ def groups(controller: str, proc: Path = PROC, cgroup: Path = CGROUP) -> Iterato
 
 
 def _chain(root: Path, path: str) -> Iterator[Path]:
-    """The group at `path` below `root` and its parents, without `root`."""
+    """Yield the group at `path` below `root` and the parents of this group, without `root`."""
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
-    if ".." in parts:  # outside this namespace
+    if ".." in parts:  # the group is outside this namespace
         return
     for depth in range(len(parts), 0, -1):
         yield root.joinpath(*parts[:depth])
 
 
 def number(path: Path) -> int | None:
-    """The number in a file; None without such a controller, or for the word "max"."""
+    """Return the number in a file; None if the file does not exist or has the word "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

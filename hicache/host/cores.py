@@ -1,7 +1,7 @@
-"""The CPU cores that this process may use: those of its affinity, limited by the CPU quota of its container.
+"""The CPU cores that this process may use: the cores of its affinity mask, limited by the CPU quota of its container.
 
-Libraries count the cores of the machine. Their threads would exceed a quota within a moment, and the kernel then stops
-all threads of the container until the next period.
+Libraries start one thread for each core of the machine. These threads exceed a CPU quota at once, and the kernel then
+stops all threads of the container until the next period.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from hicache.host.cgroups import CGROUP, PROC, groups, number
 
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Cores of the affinity mask, or the CPU limit of a control group rounded up, whichever is less; at least 1."""
+    """Return the number of cores of the affinity mask, or the CPU limit of a control group rounded up, whichever is
+    less; at least 1."""
     quotas = [quota for group, version in groups("cpu", proc, cgroup) for quota in _quota(group, version)]
     return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
 
 
 def _quota(group: Path, version: int) -> Iterator[int]:
-    """The limit of one group in complete cores; nothing without a limit."""
+    """Yield the CPU limit of one group, in cores, rounded up; yield nothing if the group has no limit."""
     if version == 1:
         quota, period = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
     else:

@@ -13,7 +13,7 @@ from hicache.errors import OutOfMemory
 from hicache.host.cgroups import CGROUP, PROC, groups, number
 
 RESERVE_BYTES = 1 << 30
-_FREE_RESERVE = 8  # a tier of size "free" leaves 1/8 of the free memory
+_FREE_RESERVE = 8  # divisor: a tier of size "free" leaves an eighth of the free memory
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class _Controller:
     reclaimable: tuple[str, str]
 
 
-# Above memory.high, a group is throttled and not killed. It stays throttled, because pinned pages cannot be reclaimed.
+# memory.high counts as a limit: a group above it is throttled, and stays throttled because pinned pages cannot be
+# reclaimed.
 _V2 = _Controller(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 _V1 = _Controller(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _OF_VERSION = {2: _V2, 1: _V1}
@@ -39,7 +40,7 @@ def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Return the bytes that can be allocated now without swapping: the minimum of the free memory of the machine and of
     this process's cgroups.
 
-    OSError if `proc` does not report the free memory.
+    Raises OSError if `proc` does not report the free memory.
     """
     limits = [_meminfo(proc / "meminfo", "MemAvailable")]
     for group, version in groups("memory", proc, cgroup):
@@ -48,8 +49,8 @@ def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def require(asked_bytes: int, setting: str, available: int | None = None) -> None:
-    """Raise `OutOfMemory` that names `setting` unless `asked_bytes` and the reserve fit in `available` (None: it is
-    read now)."""
+    """Raise `OutOfMemory` that names `setting` unless `asked_bytes` and the reserve fit in `available` bytes (None: the
+    memory that is available now)."""
     try:
         free = available_bytes() if available is None else available
     except OSError:  # in a container without /proc, the later allocation fails if there is too little memory
@@ -62,9 +63,9 @@ def require(asked_bytes: int, setting: str, available: int | None = None) -> Non
 
 
 def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
-    """Return the size in bytes of a tier with size "free": `available` minus an eighth, or minus `RESERVE_BYTES` if
-    that is more. The rest is left to the system and to later allocations. Raises `OutOfMemory` that names `setting` if
-    fewer than `minimum` bytes remain."""
+    """Return the size in bytes of a tier with size "free": `available` minus an eighth, or minus `RESERVE_BYTES` if an
+    eighth is less. The rest is left to the system and to later allocations. Raises `OutOfMemory` that names `setting`
+    if fewer than `minimum` bytes remain."""
     found = available - max(RESERVE_BYTES, available // _FREE_RESERVE)
     if found < minimum:
         raise OutOfMemory(
@@ -75,7 +76,8 @@ def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
 
 
 def _left(group: Path, files: _Controller) -> Iterator[int]:
-    """Bytes left below each limit of one group, with cached file pages counted as free; empty without a limit."""
+    """Yield the bytes left below each limit of one group, with cached file pages counted as free; yield nothing if the
+    group has no limit."""
     used = number(group / files.usage)
     if used is None:
         return

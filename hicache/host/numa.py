@@ -1,4 +1,4 @@
-"""Finds the CPUs on the NUMA node of a GPU, and runs threads there.
+"""Finds the CPUs on the NUMA node of a GPU, and runs threads on these CPUs.
 
 Memory belongs to the NUMA node whose CPU touches it first. A pinned copy from another node shares the link between
 sockets, so the arena's memory is first touched near the GPU that will read it. If the machine does not report the node,
@@ -37,8 +37,8 @@ def pci_address(device: torch.device) -> str | None:
 def cpus_near(address: str | None, allowed: Collection[int], sys: Path = SYS) -> frozenset[int]:
     """Return the `allowed` CPUs on the node of the PCI device at `address`; empty for no preference.
 
-    There is no preference if the machine has a single node, if the device or its node (-1) is unknown, or if none of
-    its CPUs is allowed.
+    There is no preference if the machine has a single node, if the device or its node (-1) is unknown, or if no CPU of
+    the node is allowed.
     """
     nodes = sys / "devices" / "system" / "node"
     if address is None or len(list(nodes.glob("node[0-9]*"))) < 2:
@@ -62,9 +62,9 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collection[int]) -> None:
-    """Call `work` on every item from new threads, bound to `cpus` (empty: bound to none).
+    """Call `work` on every item from new threads that are bound to `cpus` (empty: the threads are not bound).
 
-    Returns when all are done; raises the first error. The affinity of other threads does not change.
+    Returns when all calls have ended; raises the first error of a call. The affinity of other threads does not change.
     """
     items = list(items)
     num_threads = max(1, min(MAX_THREADS, len(items), len(cpus or usable_cpus())))

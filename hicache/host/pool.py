@@ -1,6 +1,6 @@
 """The free list of host pages.
 
-A host page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is for padding and
+A host page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`). Page 0 is for padding and is
 never allocated. Allocation prefers one contiguous run, because the copy engine moves a run in one strided copy. The
 cost of all methods except `check` does not depend on the size of the pool.
 """
@@ -29,15 +29,15 @@ class HostPagePool:
     """Allocates host pages of `page_tokens` tokens from `host_bytes` of memory.
 
         marks[page] == 0   allocated
-        marks[page] < 0    free; the first and the last page of a run of free pages hold minus its length
+        marks[page] < 0    free; the marks of the first and the last page of a free run are minus the run's length
 
-    The first entry (the sink) and the last one, behind the last page, are never free. Runs are known by length: n
-    lengths need n * (n + 1) / 2 free pages, so a million pages have at most 1413.
+    The first mark (page 0) and the last mark (after the last page) are never free. Free runs are indexed by length.
+    Runs of n different lengths need n * (n + 1) / 2 free pages, so a million pages have at most 1413 lengths.
 
-    Owned by the scheduler thread; the flow that allocated a page owns its bytes. `device`: the GPU near which the
-    memory should lie (None: the current one). `setting`: the setting that errors about the size name. `shared`: a store
-    process may map the pages too. `page_bytes`: size of a page if pages are packed; None: the size by `layout`. Raises
-    ConfigError if not a single page fits, OutOfMemory if the machine has less memory.
+    Owned by the scheduler thread; the movement that allocated a page owns its bytes. `device`: the GPU near which the
+    memory should lie (None: the current GPU). `setting`: name of the setting in errors about the size. `shared`: a
+    store process may map the pages too. `page_bytes`: size of a page if pages are packed; None: the size by `layout`.
+    Raises ConfigError if not a single page fits in `host_bytes`, OutOfMemory if the machine has too little memory.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HostPagePool:
         if self.num_pages < 1:
             raise ConfigError(
                 f"{setting}={host_bytes} holds no page of {page_tokens} tokens of "
-                f"{self.page_bytes} bytes and the sink beside it; "
+                f"{self.page_bytes} bytes and a page for padding; "
                 f"raise {setting} to at least {2 * self.page_bytes}"
             )
         rows = self.num_pages + 1
@@ -78,14 +78,15 @@ class HostPagePool:
 
     @property
     def memory(self) -> PageBytes:
-        """All pages, uint8 [num_pages + 1, page_bytes], as an array that shares memory."""
+        """All pages as a numpy array, uint8 [num_pages + 1, page_bytes], that shares the memory of the arena."""
         return self.arena.data.numpy()
 
     def available(self) -> int:
         return self._num_free
 
     def alloc(self, num_pages: int) -> list[int] | None:
-        """Allocate `num_pages` pages in the fewest possible runs; returns ascending ids, or None if fewer are free.
+        """Allocate `num_pages` pages in the fewest possible runs. Returns ascending page ids, or None if fewer pages
+        are free.
 
         Best fit: take the shortest run with enough pages, so that long runs are not divided. If no run has enough, take
         the longest run, and repeat for the remaining pages.
@@ -111,8 +112,8 @@ class HostPagePool:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free pages, and merge their runs with adjacent free runs. DoubleFree, without freeing any, if a page is free,
-        foreign or named twice."""
+        """Free pages, and merge their runs with adjacent free runs. Raises DoubleFree, without freeing any page, if a
+        page is free, foreign or named twice."""
         if not len(pages):
             return
         ids: Pages = np.sort(np.asarray(pages, dtype=np.int64))

@@ -1,5 +1,5 @@
-"""Common parts of the gates that decide on loads from the stores under vLLM and SGLang: their counters, and a measured
-prefill speed that is kept across restarts of the server."""
+"""Common parts of the load gates for vLLM and SGLang. A gate decides whether a prefix is loaded from a store or
+computed. This module has the gates' counters, and stores the measured prefill speed across restarts of the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAMILY = "load_gate_loads"
 
 
 class NoteStore(Protocol):
-    """A store that keeps a short note in addition to its pages: see `StoreClient`."""
+    """A store that keeps a short note in addition to its pages. See `StoreClient`."""
 
     @property
     def note(self) -> bytes: ...
@@ -28,9 +28,9 @@ class NoteStore(Protocol):
 
 
 class PrefillNote:
-    """Keeps the measured prefill speed in the store. After a restart, loads are compared with the stored speed until a
-    new speed is measured. Without it, a server whose prompts are all on the disk would never compute a prompt and
-    measure a speed. Called by one thread at a time.
+    """Stores the measured prefill speed in the note of the store. After a restart, the gate compares loads with the
+    stored speed until a new speed is measured. Without a stored speed, a server whose prompts are all on the disk would
+    never compute a prompt, and so never measure a speed. One thread at a time calls the methods.
 
     The note is two float64, little-endian: seconds per token, and seconds per token and position (`PrefillCost`).
     """
@@ -40,8 +40,8 @@ class PrefillNote:
         self._store = store
 
     def step(self) -> None:
-        """Use the speed in the note until a speed is measured. Write the measured speed to the note, and write it again
-        when it has changed by more than a tenth."""
+        """Use the speed in the note until a speed is measured. Write the measured speed to the note if it differs from
+        the note by more than a tenth."""
         left = _terms_in(self._store.note)
         if not self._measured.is_measured:
             self._measured.assume(*left)
@@ -56,16 +56,16 @@ def _terms_in(note: bytes) -> tuple[float, float]:
 
 
 class ServerLoadPolicy(LoadPolicy):
-    """The policy of a server's loads from the disk. `abandoned`: counts waits for the disk that ended because the disk
-    did not answer in time."""
+    """The policy that decides on a server's loads from the disk. `abandoned`: number of waits for the disk that ended
+    because the disk did not answer in time."""
 
     def __init__(self, cost: CostModel, metrics: Metrics) -> None:
         super().__init__(cost, metrics, "gate", "disk", _FAMILY)
-        what = "waits for the disk that ended because no data arrived for as long as computing takes"
+        what = "waits for the disk that ended because no page was read in the time that computing takes"
         self.abandoned = metrics.counter("gate.abandoned_loads", what, _FAMILY, decision="abandoned")
 
     def abandon(self) -> None:
-        """Count a wait that was ended because the disk did not answer."""
+        """Count a wait for the disk that ended because the disk did not answer in time."""
         if not self.abandoned.value:
             log.info("the disk sent no data in time: the rest of a prompt is computed")
         self.abandoned.value += 1

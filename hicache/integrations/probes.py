@@ -1,8 +1,8 @@
-"""Probes of a server: whether it has the names, fields and signatures that a plug-in of hicache uses.
+"""Checks whether an installed server has the names, fields and signatures that a plug-in of hicache uses.
 
-A plug-in was tested with some releases of its server. Under any other release, the plug-in's probes find a changed
-interface before the server serves a request. Probes cannot detect a method whose meaning changed, so `versions` gives
-each untested release a separate store.
+A plug-in was tested with some releases of its server. Under any other release, these checks find a changed interface
+before the server serves a request. The checks cannot detect a method whose meaning changed, so `versions` gives each
+untested release a separate store.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-_FAILS = (ImportError, AttributeError, OSError, RuntimeError)  # of an import: also a missing library or driver
+_FAILS = (ImportError, AttributeError, OSError, RuntimeError)  # errors of an import or a missing library
 
 
 class Call(NamedTuple):
@@ -38,13 +38,14 @@ class Features:
 
 
 def missing_features(features: Sequence[Features]) -> list[str]:
-    """Return what the installed server lacks, one sentence each."""
+    """Return one sentence for each feature that the installed server lacks."""
     return [text for one in features for text in (*_missing_names(one.names), *_wrong_calls(one.calls))]
 
 
 def wrong_overrides(features: Sequence[Features], package: str) -> list[str]:
-    """Return what the imported classes of a plug-in lack as subclasses of the server's classes in `features`, one
-    sentence each: abstract methods, and parameters that the server may pass. `package`: the plug-in's."""
+    """Return one sentence for each method of the plug-in's imported classes that does not match its base class in the
+    server: a missing abstract method, or a method that refuses a parameter which the server may pass. `features` names
+    the base classes; `package` is the package of the plug-in."""
     bases: list[type[Any]] = [
         found for one in features for path in one.names if isinstance(found := _object(path), type)
     ]
@@ -78,7 +79,8 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _wrong_methods(own: type, base: type, package: str) -> Iterator[str]:
-    """Return the methods of `own`, or of its bases in the plug-in, that do not match the methods of `base`."""
+    """Yield one sentence for each method of `own`, or of its base classes in the plug-in, that does not match the
+    method of `base`."""
     if not issubclass(own, base):
         return
     abstract = sorted(getattr(own, "__abstractmethods__", ()))
@@ -93,8 +95,8 @@ def _wrong_methods(own: type, base: type, package: str) -> Iterator[str]:
 
 
 def _refused(own: inspect.Signature, servers: inspect.Signature) -> list[str]:
-    """Return the parameters that the server may pass and our method does not accept, and the required parameters of our
-    method that the server never passes."""
+    """Return the parameters that the server may pass but the plug-in's method does not accept, and the required
+    parameters of the plug-in's method that the server never passes."""
     kinds = {parameter.kind for parameter in own.parameters.values()}
     takes_any_name, takes_any_number = inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
     given = {n: p for n, p in servers.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -112,7 +114,7 @@ def _object(path: str) -> Any:
 
 
 def _has(owner: object, name: str) -> bool:
-    """Return whether an object, or an instance of a class, has the attribute."""
+    """Return whether `owner` has the attribute `name`. For a class, attributes of its instances count too."""
     if not isinstance(owner, type):
         return name in dir(owner)
     return (

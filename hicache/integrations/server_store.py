@@ -1,13 +1,13 @@
-"""The page store of one server, next to the stores of other servers in one directory.
+"""The page store of one server, in a directory that may have stores of other servers too.
 
     path/vllm-4f0c…/      one identity: server, weights, dtype, layout, …, sizes of pages, encryption key
-    path/sglang-72b1…/    another one
+    path/sglang-72b1…/    another identity
 
-Servers of different identities can use the same path: each server reads only the pages of its own store. One process
-reads and writes a store. Either the server starts this process, which then outlives the server until all pages are
-written; or an operator starts it, and it serves the stores of one directory to all servers of the machine. If the store
-of its identity is unavailable, a server continues without it and retries. The same process reads and writes the remote
-store.
+Servers of different identities can use the same path, because each server reads only the pages of its own store. One
+process reads and writes a store. If the server starts this process, the process ends when the server has ended and all
+pages are written. If an operator starts it, the process serves the stores of one directory to all servers of the
+machine. While a store is unavailable, its server continues without the store and retries. The same process reads and
+writes the remote store.
 """
 
 from __future__ import annotations
@@ -63,17 +63,18 @@ _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStoreConfig:
-    """Settings of the disk store and the remote store of an LLM server, and the prefill speed for comparing loads.
+    """Settings of the disk store and the remote store of an LLM server, and the prefill speed with which loads are
+    compared.
 
     `path`: a directory with one store for each model, dtype and layout; `budget` limits all of them together. If `path`
-    is the socket of a process that serves a directory, that process's own `budget`, `durability` and `level` apply.
+    is the socket of an operator's store process, the `budget`, `durability` and `level` of that process apply.
     `remote`: the store that servers of several machines share, as in docs/remote.md.
     """
 
     path: Annotated[
         str,
         FilePath(
-            "directory of the stores, or unix:/path/of/socket of a process that serves them; required without `remote`",
+            "directory of the stores, or unix:/path/of/socket of `hicache store serve`; required without `remote`",
             may_be_socket=True,
         ),
     ] = ""
@@ -81,12 +82,12 @@ class ServerStoreConfig:
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
-    salt: Annotated[str, Text("isolates servers that share a store: pages of another salt are never served")] = ""
+    salt: Annotated[str, Text("text that isolates servers: servers with different salts share no pages")] = ""
     devices: Annotated[
         Devices,
         Choice(
-            "same: servers on another kind of GPU have other pages; any: all kinds share pages, though they round "
-            "differently",
+            "same: only servers on the same kind of GPU share pages; any: servers on all kinds of GPU share pages, "
+            "although the kinds round differently",
             get_args(Devices),
         ),
     ] = "same"
@@ -94,9 +95,9 @@ class ServerStoreConfig:
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "prefill speed, to compare the time of loads with that of recomputation; 0: always load",
+            "prefill speed in tokens per second, with which loading is compared with computing; 0: always load",
             unit="tokens/second",
-            computed_from="prompts that are timed while serving",
+            computed_from="the measured time of prompts while serving",
         ),
     ] = "auto"
     remote: SharedStoreConfig | None = None
@@ -112,15 +113,16 @@ class ServerStoreConfig:
         return self.path.startswith(SOCKET)
 
     def stores(self, *, is_costly: bool) -> bool:
-        """Whether the server writes pages that were computed. Without a disk they are written to the remote store at
-        once, so of the used pages only those of costly prompts are known."""
+        """Return whether the server writes the pages of a computed prompt. Without a disk, pages are written to the
+        remote store directly after they are computed, when no later request can have used them. So with the backup
+        "used", only pages of costly prompts are written."""
         backup = "all" if self.path or self.remote is None else self.remote.backup
         return backup == "all" or (backup == "used" and is_costly)
 
 
 def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConfig:
-    """Check the settings in `given`. A `ConfigError` names `where` the settings were given, the wrong setting and the
-    known settings."""
+    """Check the settings in `given`. Raises `ConfigError` with the wrong setting, the known settings, and `where`, the
+    source of the settings."""
     settings = dict(as_mapping(given, where))
     if settings.get("remote") is not None:
         settings["remote"] = remote_config(settings["remote"], where)
@@ -131,7 +133,8 @@ def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConf
 
 
 def remote_config(given: object, where: str) -> SharedStoreConfig:
-    """Check the settings of a remote store. `ConfigError` names the setting, its value and a value that works."""
+    """Check the settings of a remote store. Raises `ConfigError` with the wrong setting, its value and a value that
+    works."""
     if isinstance(given, str):
         raise ConfigError(f'{where}: remote={short_repr(given)} is not a mapping; give {{"url": {json.dumps(given)}}}')
     config: SharedStoreConfig = from_mapping(
@@ -151,9 +154,10 @@ def remote_config(given: object, where: str) -> SharedStoreConfig:
 
 
 class ServerStore:
-    """The stores of one identity: on the disk under `config.path`, and the remote one.
+    """The stores of one identity: the disk store under `config.path`, and the remote store.
 
-    `stores`: their clients. `path`: the directory of the disk store, its socket, or the URL of the remote store.
+    `stores`: the clients of both stores. `path`: the directory or the socket of the disk store; without a disk store,
+    the URL of the remote store.
     """
 
     @classmethod
@@ -167,14 +171,14 @@ class ServerStore:
         full_bytes: int = 1 << 30,
         reports_removed: bool = False,
     ) -> ServerStore:
-        """Open the stores, or create them.
+        """Open the stores. Create the stores that do not exist.
 
         `identity`: every field that decides the meaning of a page's bytes; "server", the name of the server, like
         "vllm"; "weights", the digest of the model's weights, "" if they cannot be read; and `RECORDED_FIELDS`.
         `queue_jobs`, `full_bytes`: see `ServiceSettings`. `reports_removed`: see `StoreRequest`.
 
-        Raises `ConfigError` for an unusable path or key, and for a remote store without a digest of the weights and
-        without a salt. Raises `StoreError` if a store refuses, for example because the budget is too small.
+        Raises `ConfigError` if the path or the key is unusable, and if a remote store has neither a digest of the
+        weights nor a salt. Raises `StoreError` if a store refuses a setting, for example a budget that is too small.
         """
         cipher = require_usable(config)
         identity = identity_with_key(identity, cipher)
@@ -189,9 +193,9 @@ class ServerStore:
         remote = NO_REMOTE if config.remote is None else RemoteSettings(config.remote.url, config.remote.backup)
         sizes: dict[str, Any] = {"queue_jobs": queue_jobs, "full_bytes": full_bytes}
 
-        def of_remote(url: str) -> StoreRequest:
+        def of_remote(url: str, **about: Any) -> StoreRequest:
             settings = ServiceSettings.of_remote(remote.url, **sizes)
-            return StoreRequest(url, identity, formats, key, settings=settings, remote=remote)
+            return StoreRequest(url, identity, formats, key, settings=settings, **about)
 
         if not config.path:
             return cls(remote.url.partition("?")[0], {REMOTE: open_tier(of_remote(remote.url))}, config.salt)
@@ -208,7 +212,8 @@ class ServerStore:
         tiers = {DISK: open_tier(request)}
         if config.remote is not None or tiers[DISK].has_remote:
             try:
-                tiers[REMOTE] = open_remote(tiers[DISK], of_remote(disk.url), clock=tiers[DISK].clock)
+                clock = tiers[DISK].clock
+                tiers[REMOTE] = open_remote(tiers[DISK], of_remote(disk.url, remote=remote), clock=clock)
             except BaseException:
                 tiers[DISK].abandon(_CLOSE_S)
                 raise
@@ -225,14 +230,15 @@ class ServerStore:
 
 
 def server_fields(name: str, release: str) -> dict[str, str | int]:
-    """The fields of an identity that name the server. Tested releases share pages, because tests compare their tokens.
-    A release that was not tested has pages of its own."""
+    """Return the fields of an identity that name the server. Tested releases share pages, because tests compare the
+    tokens that these releases generate. A release that was not tested shares its pages with no other release."""
     return {"server": f"{name} {release}"} if release.endswith(" untested") else {"server": name, "release": release}
 
 
 def require_usable(config: ServerStoreConfig) -> PageCipher | None:
-    """Return the cipher of `config`; None: no encryption. Raises `ConfigError` for an unreadable key, and unless
-    `config.path` is a socket or a directory that contains only stores, or can be created."""
+    """Return the cipher of `config`; None without encryption. Raises `ConfigError` for an unreadable key. `config.path`
+    must be a socket, a directory that contains only stores, or a directory that can be created; otherwise raises
+    `ConfigError` too."""
     key = key_of(DiskConfig(path=config.path or "/", key_file=config.key_file))
     if config.path and not config.is_served:
         _require_directory(Path(config.path))
@@ -242,7 +248,7 @@ def require_usable(config: ServerStoreConfig) -> PageCipher | None:
 def require_shared(config: ServerStoreConfig) -> None:
     """Raise `ConfigError` if other processes cannot read the pages that one process stores."""
     if config.path and not config.is_served:
-        raise ConfigError(f"path={config.path} is read by one process alone, and several hold the same pages: {_SERVE}")
+        raise ConfigError(f"path={config.path} is read by one process only, and several need its pages: {_SERVE}")
 
 
 def _require_directory(root: Path) -> None:
@@ -255,11 +261,11 @@ def _require_directory(root: Path) -> None:
             raise ConfigError(f"path={root} cannot be used: {error.strerror}; {remedy}") from error
         return  # a temporary error: the store reports it and retries
     if others:
-        raise ConfigError(f"path={root} holds files of something else ({', '.join(sorted(others)[:3])}); {remedy}")
+        raise ConfigError(f"path={root} has files that are no stores ({', '.join(sorted(others)[:3])}); {remedy}")
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"path={root} cannot be written; change its permissions, or {remedy}")
 
 
 def _shown(url: str) -> str:
-    """The URL for a message, without a password."""
+    """Return the URL for a message, without a password."""
     return short_repr(_URL.shown(url))

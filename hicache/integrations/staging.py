@@ -1,11 +1,11 @@
-"""A blocking client of stores, for servers whose memory a store process cannot share. Pages pass through shared
-staging pages.
+"""A blocking client of stores, for servers whose memory a store process cannot share. Pages are copied through staging
+pages, which the server and the store process share.
 
-    write   the caller copies into staging pages | the process reads these | they are free again
-    read    the process writes staging pages | the caller copies out of these | they are free again
+    write   the caller copies into staging pages | the process reads the staging pages | the staging pages are free
+    read    the process writes staging pages | the caller copies out of the staging pages | the staging pages are free
 
 The store process never accesses the server's memory, and no copy runs after a call has returned. This module starts no
-thread: one of the waiting threads receives the process's answers for all of them.
+thread. If several threads wait, one of them receives the answers of the process for all.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 
 class StagingPages:
-    """`num_pages` staging pages of up to `page_bytes` each, in memory shared with the processes of `stores`. Pages that
-    were never used take no memory. For one thread at a time."""
+    """`num_pages` staging pages of up to `page_bytes` each, in memory shared with the processes of `stores`. Staging
+    pages that were never used take no memory. Only one thread at a time may call the methods."""
 
     def __init__(self, stores: Stores, num_pages: int, page_bytes: int) -> None:
         self._descriptor, memory = new_memory("hicache-staging", num_pages * page_bytes)
@@ -73,17 +73,17 @@ class StagingPages:
 
 
 class _JobState(Enum):
-    IN_FLIGHT = auto()  # The store may access the pages, and the caller waits for the answer.
-    STALLED = auto()  # The store may still access the pages, and the caller no longer waits.
-    DONE = auto()  # The job was not submitted, was refused or was answered: the store does not access the pages.
+    IN_FLIGHT = auto()  # The store may access the pages. The caller waits for the answer.
+    STALLED = auto()  # The store may still access the pages. The caller no longer waits.
+    DONE = auto()  # The store does not access the pages: the job is not submitted, or refused, or answered.
 
 
 @dataclass(eq=False)
 class _StagedJob:
-    """A job of a tier and its staging pages, uint8 [page_bytes] each.
+    """A job of a tier with its staging pages, each uint8 [page_bytes].
 
-    `ok`: for each key, whether the job found, read, stored or removed its page; all False if the tier refused the job
-    or has not answered in time. `is_abandoned`: the caller needs neither the pages nor the answer any more.
+    `ok`: for each key, whether the job found, read, stored or removed the page. All items are False if the tier refused
+    the job or did not answer in time. `is_abandoned`: the caller no longer needs the pages or the answer.
     """
 
     staging: StagingPages | None
@@ -99,14 +99,15 @@ class _StagedJob:
 
 
 class WaitingTier:
-    """Blocking calls on `stores`, from any thread. Reads run one after another, and so do writes.
+    """Blocking calls on `stores`, from any thread. Only one `read` and one `write` run at a time.
 
-    If a medium does not answer within the I/O timeout of its tier, the rest of a call counts as missing or not stored,
-    and so does each call until its breaker closes. `page_bytes`: bytes of the largest pages.
+    If a store does not answer within the I/O timeout of its tier, the remaining pages of the call count as missing or
+    not stored. Until the breaker of the tier closes, all pages of later calls count as missing or not stored too.
+    `page_bytes`: bytes of the largest pages.
 
-    A job is begun, submitted, answered and released, in this order, each step under the lock. If a job is released
-    before it is answered, its staging pages become free when the answer arrives, because the store may use them until
-    then.
+    A job is begun, submitted, answered and released, in this order. Each step holds the lock. If a job is released
+    before it is answered, its staging pages become free when the answer arrives, because the store may use the pages
+    until then.
     """
 
     def __init__(self, stores: Stores, page_bytes: int) -> None:
@@ -123,11 +124,11 @@ class WaitingTier:
         self._writing = threading.Lock()
 
     def find(self, keys: Sequence[bytes], answer_s: float = math.inf) -> list[bool]:
-        """Which pages a store has. The remote store has `answer_s` for its answer."""
+        """Return, for each key, whether a store has the page. The remote store has `answer_s` seconds to answer."""
         return self._wait(self._do(self._submit_find, keys, answer_s)) if keys else []
 
     def stores_of(self, keys: Sequence[bytes]) -> list[Store]:
-        """The store from which each page is read, by the last `find`."""
+        """Return the store from which each page is read, according to the last `find` of its key."""
         return self._do(lambda: [self.stores.store_of(key) for key in keys])
 
     def read(
@@ -139,11 +140,12 @@ class WaitingTier:
     ) -> int:
         """Read pages of `page_bytes`. Returns the number of pages read before the first missing page.
 
-        `receive(i, page)` receives page i, whose memory is reused when it returns; an exception in it ends the call.
-        `wait_s`: maximum wait for the next page, after which the page counts as missing.
+        `receive(i, page)` is called with page i, in order. The memory of `page` is reused after `receive` returns. An
+        exception in `receive` ends the call. `wait_s`: maximum wait for the next page; after this time the page counts
+        as missing.
         """
         staging, cancelled = self._for_reads, threading.Event()
-        share = -(-len(keys) // (2 * self.stores.num_readers))  # divides even a few pages among all readers
+        share = -(-len(keys) // (2 * self.stores.num_readers))  # so that even a few pages are divided among all readers
         job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
         in_flight, num_read, num_requested = deque[_StagedJob](), 0, 0
         with self._reading:
@@ -159,7 +161,7 @@ class WaitingTier:
                         self._do(self._submit_read, job, part, cancelled)
                         num_requested += len(part)
                     if not in_flight:
-                        break  # all staging pages belong to late jobs
+                        break  # all staging pages belong to jobs that are late
                     job = in_flight[0]
                     num_valid = sum(1 for _ in takewhile(bool, self._wait(job, wait_s)))
                     for page in job.pages[:num_valid]:
@@ -183,8 +185,8 @@ class WaitingTier:
         is_costly: bool = False,
     ) -> list[bool]:
         """Write pages of `page_bytes`. Returns for each key whether its page is stored. After a page that was not
-        stored, no further page is written. `fill(i, page)` writes page i into `page`, in order; an exception in it ends
-        the call. `is_costly`: see `WriteJob`."""
+        stored, no further page is written. `fill(i, page)` is called in order, and writes page i into `page`. An
+        exception in `fill` ends the call. `is_costly`: see `WriteJob`."""
         staging, writes = self._for_writes, self.tier.writes
         job_pages = max(1, min(_JOB_BYTES // page_bytes, staging.num_pages // 2))
         in_flight, stored, num_filled = deque[_StagedJob](), list[bool](), 0
@@ -217,7 +219,8 @@ class WaitingTier:
         self._do(self.tier.keep, note)
 
     def clear(self) -> bool:
-        """Remove all pages. Returns False if that takes longer than the I/O timeout and continues, or if it fails."""
+        """Remove all pages. Returns False if the removal fails. Also returns False if the removal takes longer than the
+        I/O timeout; the store then continues to remove pages."""
         return self._wait(self._do(self._submit_remove, None)) == [True]
 
     def used(self, keys: Sequence[bytes]) -> None:
@@ -227,15 +230,15 @@ class WaitingTier:
         return self._do(self._close)
 
     def _do(self, do: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Process received answers, unless another thread does so at the socket; then call `do` under the lock."""
+        """Take the lock, process received answers unless another thread receives them now, and call `do`."""
         with self._changed:
             if not self._is_watched:
                 self._poll()
             return do(*arguments, **named)
 
     def _wait(self, job: _StagedJob, wait_s: float = math.inf) -> list[bool]:
-        """Wait for the answer to a submitted job. Returns its result; all False if there is no answer within
-        `wait_s`."""
+        """Wait for the answer to a submitted job. Returns the `ok` of the job, which is all False if no answer arrives
+        within `wait_s`."""
         until_s = self.tier.clock() + wait_s
         while True:
             with self._changed:
@@ -277,7 +280,8 @@ class WaitingTier:
         self._submit(staged, self.tier.writes.submit, job, len(keys))
 
     def _submit_remove(self, keys: Sequence[bytes] | None) -> _StagedJob:
-        """Submit the removal of `keys`. `keys` None: remove all pages, with one result for all of them."""
+        """Submit the removal of `keys`. If `keys` is None, the job removes all pages and has one result for all of
+        them."""
         job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
         return self._submit(_StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
 

@@ -1,4 +1,5 @@
-"""The tested releases of each server. An untested release causes one warning, and has stores of its own."""
+"""The tested releases of each server. An untested release causes one warning, and does not share stores with other
+releases."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ def tested_release(version: str, tested: Sequence[str]) -> str | None:
 
 
 def release_name(version: str, tested: Sequence[str]) -> str:
-    """Return the release for the identity of a store. A tested release has one name for all its patches. An untested
-    release has a separate name, so no other release ever serves its pages. When the release is tested later, its name
-    changes, and these pages are not served any more."""
+    """Return the release for the identity of a store. All patches of a tested release have one name. An untested
+    release has a separate name, so no other release serves its pages. If the release is tested later, its name changes,
+    and pages under the old name are not served any more."""
     return tested_release(version, tested) or f"{version} untested"
 
 

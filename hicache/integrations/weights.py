@@ -1,12 +1,12 @@
-"""Distinguishes the weights of models of the same name by a digest of every byte that decides the model's results.
+"""Distinguishes models of the same name by a digest of every byte that affects the results of the model.
 
-A model of 100 GB takes a minute to read, so the digests of its files are kept in its folder or, if that is not
-writable, in the user's cache folder:
+Reading a model of 100 GB takes a minute, so the digests of its files are recorded. The record is in the model's folder
+or, if this folder is not writable, in the user's cache folder:
 
     .hicache-digests.json    {"model.safetensors": [bytes, mtime ns, ctime ns, inode, XXH3_128 as hex digits], ...}
 
-A file that was replaced or written to has another inode or ctime, which users cannot reset. The file of digests is
-locked during use: if several processes start at once, only one of them reads the weights.
+A file that was replaced or changed has another inode or another ctime, and users cannot reset a ctime. A process locks
+the record while it uses the record. So if several processes start at the same time, only one of them reads the weights.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CONFIGS = ("config.json", "params.json", ".index.json")  # suffixes of the name
 _NO_CONFIGS = {"generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"}
 _ADAPTER = "adapter_config.json"
 _READERS, _PIECE_BYTES = 4, 8 << 20
-# If a file is written twice within one tick of the file system's clock, the second write does not change the times of
-# the file. FAT has the longest tick, 2 s.
+# If a file is written twice within one tick of the file system's clock, the second write does not change the file's
+# times. The file system with the longest tick, 2 s, is FAT.
 _TICK_NS = 2_000_000_000
 
 Clock = Callable[[], int]
@@ -49,11 +49,12 @@ Digests = dict[str, tuple[int, int, int, int, str]]  # by file name: the result 
 def weights_digest(
     model: str, revision: str | None = None, download_dir: str | None = None, clock: Clock = time.time_ns
 ) -> str:
-    """32 hex digits over the names and bytes of a model's weights, configurations and code, and of adapters in its
-    subfolders. "" if no file of the model is on this machine, which is logged.
+    """Return a digest of 32 hex digits over the names and bytes of a model's weights, configurations and code, and of
+    adapters in its subfolders. If no file of the model is on this machine, log a warning and return "".
 
-    `model`: a folder, a file, or a name of the Hugging Face hub; then the snapshot of `revision` is used, in
-    `download_dir` if given. `clock`: nanoseconds since the epoch. Raises ConfigError for a file that cannot be read.
+    `model`: a folder, a file, or a model name of the Hugging Face hub. For a model name, the snapshot of `revision` in
+    the local cache is used; `download_dir`: the folder of the cache, if it is not the default. `clock`: returns
+    nanoseconds since the epoch. Raises ConfigError for a file that cannot be read.
     """
     folder, files = _files_of(model, revision, download_dir)
     if not files:
@@ -73,7 +74,8 @@ def weights_digest(
 
 
 def _files_of(model: str, revision: str | None, download_dir: str | None) -> tuple[Path, list[Path]]:
-    """The folder of a model and its files that are included in the digest; none if the model is not on this machine."""
+    """Return the folder of a model, and the files that the digest includes. Returns no files if the model is not on
+    this machine."""
     path = Path(model)
     if path.is_file():
         return path.parent, [path]
@@ -85,7 +87,7 @@ def _files_of(model: str, revision: str | None, download_dir: str | None) -> tup
 
 
 def _snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The folder of a hub model's snapshot in the local cache of the hub. Returns None if the cache does not have the
+    """Return the folder of a hub model's snapshot in the local cache of the hub; None if the cache does not have the
     snapshot."""
     try:
         found = huggingface_hub.try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
@@ -96,7 +98,7 @@ def _snapshot(name: str, revision: str | None, download_dir: str | None) -> Path
 
 def _counts(file: Path) -> bool:
     is_config = file.name.endswith(_CONFIGS) and file.name not in _NO_CONFIGS
-    # the test for a file excludes broken links
+    # `is_file` excludes broken links
     return (is_config or file.suffix in {*_WEIGHTS, _CODE}) and file.is_file()
 
 
@@ -111,7 +113,7 @@ def _digests(folder: Path, files: Sequence[Path], clock: Clock) -> Digests:
         new, start_ns = [name for name in named if name not in digests], clock()
         if new:
             num_bytes = sum(versions[name][0] for name in new)
-            log.info("reading %.1f GB in %s to tell these weights from others", num_bytes / 1e9, folder)
+            log.info("reading %.1f GB in %s to compute a digest of the weights", num_bytes / 1e9, folder)
         with ThreadPoolExecutor(_READERS) as readers:
             hashed = readers.map(lambda name: _hashed(named[name]), new)
             digests |= {name: (*versions[name], digest) for name, digest in zip(new, hashed, strict=True)}
@@ -128,7 +130,7 @@ def _digests(folder: Path, files: Sequence[Path], clock: Clock) -> Digests:
 
 @contextmanager
 def _record(folder: Path) -> Iterator[BinaryIO | None]:
-    """The locked file that keeps the digests of a folder's files. Returns None if no such file can be written."""
+    """Yield the record of the digests of a folder's files, as a locked file; None if no record can be written."""
     own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with ExitStack() as stack:
         yield _locked(stack, lambda: folder / RECORD) or _locked(stack, lambda: digests_folder() / f"{own}.json")
@@ -147,7 +149,8 @@ def _locked(stack: ExitStack, place: Callable[[], Path]) -> BinaryIO | None:
 
 
 def _read(record: BinaryIO) -> Digests:
-    """Return the digests in a record. Returns no digests if the record is damaged; it is then written again."""
+    """Return the digests in a record. Returns no digests if the record is damaged; the caller then writes a new
+    record."""
     record.seek(0)
     try:
         kept = json.loads(record.read() or b"{}")
@@ -158,7 +161,7 @@ def _read(record: BinaryIO) -> Digests:
 
 
 def _write(record: BinaryIO, digests: Mapping[str, object]) -> None:
-    """Write the digests in place. A process that is killed here leaves a damaged file."""
+    """Overwrite the record with new digests. A process that is killed during this call leaves a damaged record."""
     try:
         record.truncate(0)
         record.write(json.dumps(digests, indent=1, sort_keys=True).encode() + b"\n")
@@ -168,7 +171,8 @@ def _write(record: BinaryIO, digests: Mapping[str, object]) -> None:
 
 
 def _version(file: Path) -> tuple[int, int, int, int]:
-    """Size, times and inode of a file, which change whenever its bytes do. Links are followed."""
+    """Return size, times and inode of a file. At least one of these numbers changes when the bytes of the file change.
+    Links are followed."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 

@@ -1,4 +1,4 @@
-"""KV events: they tell routers which blocks the tiers of an engine have, so that a router can choose an engine
+"""KV events report which blocks the tiers of an engine have, so that a router can choose an engine for each request
 (docs/events.md)."""
 
 from hicache.kv_events.publisher import EventBatch, EventPublisher, EventSink

@@ -1,8 +1,8 @@
 """Publishes KV events on a separate thread, so that no step of the scheduler waits for subscribers.
 
-The changes of each step are one batch with the next sequence number. A batch is dropped if the queue is full or if the
-sink fails to write it. Its number stays used, so subscribers see the gap. This module imports the tree's changes and no
-movement.
+The changes of each step are one batch with the next sequence number. A batch is lost if the queue is full or if the
+sink fails to write the batch. No later batch gets the number of a lost batch, so subscribers see a gap. This module
+imports the classes of the tree's changes, but no code that copies pages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class EventSink(Protocol):
 
     @property
     def poll_s(self) -> float | None:
-        """Maximum seconds to wait for a batch before `serve` is called; None: call `serve` only after each batch."""
+        """Maximum seconds that the publisher waits for a batch before it calls `serve`. None: it calls `serve` only
+        after each batch."""
         ...
 
     def send(self, batch: EventBatch) -> None:
@@ -51,7 +52,7 @@ class EventSink(Protocol):
         ...
 
     def serve(self) -> None:
-        """Answer requests of subscribers for a bounded time. Batches wait meanwhile."""
+        """Answer requests of subscribers for a bounded time. No batch is sent during this call."""
         ...
 
     def close(self) -> None: ...
@@ -75,7 +76,9 @@ class EventPublisher:
         self._ends = False
         self._next_sequence = 0
         self._thread: threading.Thread | None = None
-        self._dropped = metrics.counter("kv_events.dropped_batches", "batches of KV events dropped from a full queue")
+        self._dropped = metrics.counter(
+            "kv_events.dropped_batches", "batches of KV events that were dropped because the queue was full"
+        )
         self._failed = metrics.counter(
             "kv_events.failed_batches", "batches of KV events that were not written or replayed"
         )
@@ -91,7 +94,8 @@ class EventPublisher:
             self._thread.start()
 
     def publish(self) -> None:
-        """Queue the changes since the last call for the thread. Never waits."""
+        """Queue the tree's changes since the last call, as a batch for the publisher's thread. Does not wait for the
+        sink."""
         changes = self._log.take_changes()
         if not changes:
             return
@@ -107,10 +111,10 @@ class EventPublisher:
             self._changed.notify()
 
     def close(self, within_s: float = _CLOSE_S) -> bool:
-        """End the stream, write queued batches and close the sink. Waits at most `within_s` seconds for this, and
-        returns whether it was done by then.
+        """End the stream, write queued batches and close the sink. Returns True if all of this was finished within
+        `within_s` seconds, False after waiting that long.
 
-        Idempotent. The thread is a daemon, so a thread that hangs in its sink does not keep the process alive.
+        Idempotent. The thread is a daemon, so the process can exit even if the thread hangs in its sink.
         """
         if self._thread is None:
             self._sink.close()
@@ -122,11 +126,12 @@ class EventPublisher:
         self._end()
         self._thread.join(within_s)
         if self._thread.is_alive():
-            log.warning("KV events: the last ones could not be written within %g s", within_s)
+            log.warning("KV events: the last batches could not be written within %g s", within_s)
         return not self._thread.is_alive()
 
     def abandon(self, deadline_s: float) -> None:
-        """End the thread of an engine that was not closed, by `deadline_s` of `time.monotonic`."""
+        """End the thread of an engine that was not closed. `deadline_s`: time of `time.monotonic` until which this call
+        waits."""
         self._end()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -156,7 +161,8 @@ class EventPublisher:
             self._sink.close()
 
     def _next(self) -> EventBatch | None:
-        """Return the next batch; None if there was none within `poll_s`, or if the stream has ended."""
+        """Return the next batch. Returns None if no batch was queued within `poll_s` seconds, or if the stream has
+        ended."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._ends, self._sink.poll_s)
             return self._waiting.popleft() if self._waiting else None
@@ -169,7 +175,7 @@ class EventPublisher:
             self._sink.serve()
         except Exception:  # subscribers see a gap in the sequence numbers
             if not self._failed.value:
-                log.exception("KV events: a batch could not be written, or replayed; further ones are counted")
+                log.exception("KV events: a batch could not be written or replayed. Further failures are only counted")
             self._failed.value += 1
         if batch is not None:
             with self._changed:

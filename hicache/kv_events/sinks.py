@@ -21,12 +21,12 @@ from hicache.kv_events.publisher import EventBatch, EventSink
 from hicache.pages.events import BlockStored, KVCacheEvent
 
 _RANK = 0  # data-parallel rank
-_EVENT_BLOCKS = 64  # maximum blocks of one event, which bounds the time for which a call into C holds the GIL
+_EVENT_BLOCKS = 64  # maximum blocks of one event, because encoding an event in C holds the GIL
 _POLL_S = 0.05  # time between two polls for replay requests
-_LINGER_MS = 500  # maximum time at close for subscribers that still read
+_LINGER_MS = 500  # maximum time that `close` waits for subscribers to receive queued batches
 _MAX_UNREAD = 4096  # maximum batches queued for one slow subscriber; ZeroMQ drops further ones
 _REPLAY_BATCHES, _REPLAY_BYTES = 4096, 64 << 20
-# maximum batches that one call of `serve` replays, so that new batches are sent between two calls
+# maximum batches that one call of `serve` replays: new batches can only be sent between two calls
 _ANSWER_BATCHES = 256
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -63,10 +63,10 @@ def _as_map(event: KVCacheEvent) -> dict[str, Any]:
 
 
 class FileSink:
-    """Appends one line for each batch: `{"sequence": 0, "time_s": 1.5, "events": [...]}`. Only the user can read a new
-    file, because events contain token ids of prompts.
+    """Appends one line for each batch: `{"sequence": 0, "time_s": 1.5, "events": [...]}`. A new file is readable for
+    its owner only, because events contain token ids of prompts.
 
-    A FIFO must have a reader before the engine is built.
+    If the path is a FIFO, a reader must have opened it before the engine is built.
     """
 
     poll_s: float | None = None
@@ -106,7 +106,8 @@ class ZmqSink:
     ROUTER  a request is an empty frame and a sequence number. The answer is every kept batch from that number on, each
                 as an empty frame and the three frames of PUB, and at the end an empty topic and number -1
 
-    `address` is bound, or connected to if it begins with `connect:`. No call waits for a subscriber.
+    The PUB socket binds `address`, or connects to it if `address` begins with `connect:`. No call waits for a
+    subscriber.
     """
 
     def __init__(self, address: str, topic: str = "", replay: str = "") -> None:
@@ -128,8 +129,8 @@ class ZmqSink:
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """The bound addresses of both sockets, with the port that the system chose for port 0. The second is empty
-        without `kv_events_replay`."""
+        """The bound addresses of the PUB and the ROUTER socket, with the port that the system chose for port 0. The
+        ROUTER's address is empty without `kv_events_replay`."""
         bound = self._zmq.LAST_ENDPOINT
         router = "" if self._router is None else self._router.getsockopt_string(bound)
         return self._publisher.getsockopt_string(bound), router
@@ -171,7 +172,7 @@ class ZmqSink:
 
     def _answer(self, client: bytes, *frames: bytes) -> None:
         assert self._router is not None
-        with contextlib.suppress(self._zmq.Again):  # the client's queue is full; it requests the rest after reading
+        with contextlib.suppress(self._zmq.Again):  # the client's queue is full; it requests the rest later
             self._router.send_multipart((client, b"", *frames), self._zmq.DONTWAIT)
 
     def _keep(self, number: bytes, payload: bytes) -> None:

@@ -1,1 +1,1 @@
-"""Monitoring a server from another process: the figures of its `/metrics`, and `hicache top`, which shows them."""
+"""Monitors a server from another process: reads the figures of its `/metrics`, and shows them in `hicache top`."""

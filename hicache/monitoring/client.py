@@ -1,4 +1,5 @@
-"""Reads the figures of a running server: hicache's from its `/metrics.json`, vLLM's from its `/metrics`."""
+"""Reads the figures of a running server: from `/metrics.json` of hicache's server, from `/metrics` of vLLM and
+SGLang."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import urllib.parse
 from hicache.errors import NoServer, NotOurServer
 from hicache.monitoring.loopback import opener_for
 from hicache.monitoring.readings import Reading
-from hicache.monitoring.vllm_figures import vllm_figures
+from hicache.monitoring.server_figures import server_figures
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
@@ -21,27 +22,28 @@ _OURS = "requests.running"  # a metric that every hicache server exports
 
 
 class MetricsClient:
-    """Reads the figures of one server. `url`: its address with or without a scheme, or one of its routes."""
+    """Reads the figures of one server. `url`: the server's address with or without a scheme, or the URL of one of the
+    server's routes."""
 
     def __init__(self, url: str) -> None:
         url = (url if "://" in url else f"http://{url}").rstrip("/")
         route = next((route for route in _ROUTES if url.endswith(route)), "")
         self.server = url.removesuffix(route).rstrip("/")
-        self._is_vllm = False
+        self._has_plug_in = False
 
     def read(self) -> Reading:
-        """Read the figures. Raises NoServer if no server answers, NotOurServer if the server is neither hicache's nor
-        vLLM."""
-        if self._is_vllm:
-            return self._read_vllm()
+        """Read the figures. Raises NoServer if no server answers. Raises NotOurServer if the server is neither
+        `hicache serve` nor vLLM nor SGLang."""
+        if self._has_plug_in:
+            return self._read_metrics()
         try:
             return self._read_own()
         except NotOurServer as error:
             try:
-                reading = self._read_vllm()
+                reading = self._read_metrics()
             except (NoServer, NotOurServer):
                 raise error from None
-            self._is_vllm = True
+            self._has_plug_in = True
             return reading
 
     def _read_own(self) -> Reading:
@@ -56,10 +58,10 @@ class MetricsClient:
             raise NotOurServer(self.server, "its /metrics.json has other figures")
         return Reading(time.monotonic(), found, about)
 
-    def _read_vllm(self) -> Reading:
-        found = vllm_figures(self._text("/metrics"))
+    def _read_metrics(self) -> Reading:
+        found = server_figures(self._text("/metrics"))
         if found is None:
-            raise NotOurServer(self.server, "its /metrics are not those of vLLM")
+            raise NotOurServer(self.server, "its /metrics are not those of vLLM or SGLang")
         return Reading(time.monotonic(), *found)
 
     def _text(self, route: str) -> str:
@@ -81,5 +83,5 @@ class MetricsClient:
 
 
 def _reason(error: str | BaseException) -> str:
-    """Return the reason of an error without the system's number, like `Connection refused`."""
+    """Return the reason of an error without the error number, like `Connection refused`."""
     return str((isinstance(error, OSError) and error.strerror) or error)

@@ -1,7 +1,8 @@
-"""The figures that `hicache top` and the page at `/dashboard` show, and the metrics that they are computed from.
+"""The figures that `hicache top` and the page at `/dashboard` show, and for each figure the metric that it is computed
+from.
 
-`FIGURES` is the only table of metric names for both; the server computes the values. `vllm_figures` has the names of
-vLLM's metrics.
+`FIGURES` names the metrics for `hicache top` and for the page; the server computes the values. `server_figures` has the
+names of the metrics of vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ _MOVES = {
 
 @dataclass(frozen=True)
 class Series:
-    """The samples of a metric name that have these labels. Several samples are summed."""
+    """All samples of the metric `name` that have these labels. The value of the series is the sum of these samples. If
+    `is_shared`, each sample is a value of the whole server, and the value of the series is the largest sample."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
+    is_shared: bool = False
 
 
 def _counts(group: str, name: str, bounds_s: Sequence[float]) -> dict[str, Series]:
@@ -40,8 +43,8 @@ def _counts(group: str, name: str, bounds_s: Sequence[float]) -> dict[str, Serie
     return {f"{group}.{bound}": Series(f"{name}_bucket", {"le": bound}) for bound in bounds}
 
 
-# A figure is named GROUP.LABEL. All figures of a group are shown, each with its label. Figures that a server does not
-# export are left out, such as those of a tier that it does not have.
+# A figure is named GROUP.LABEL. All figures of a group are shown, each with its label. A figure is left out if the
+# server does not export its metric, for example because the server does not have the tier.
 FIGURES: Mapping[str, Series] = {
     "server.start_time_s": Series("process_start_time_seconds"),
     "requests.running": Series("hicache_requests_running"),
@@ -98,7 +101,7 @@ FIGURES: Mapping[str, Series] = {
 
 
 class Sampled(Protocol):
-    """A value of a metric, as the package of Prometheus has it."""
+    """A sample of a metric, with the attributes of `prometheus_client`'s class."""
 
     @property
     def name(self) -> str: ...
@@ -116,14 +119,15 @@ def figures(families: Iterable[Metric]) -> dict[str, float]:
 
 
 def sums_of(samples: Iterable[Sampled], table: Mapping[str, Series]) -> dict[str, float]:
-    """Return the sum of each series of `table` by name, in its order. Series without samples, and values that are not
+    """Return the value of each series of `table` by name, in its order. Series without samples, and values that are not
     finite, are left out."""
-    by_name: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
+    by_name: dict[str, list[tuple[str, Series]]] = {}
     for figure, series in table.items():
-        by_name.setdefault(series.name, []).append((figure, series.labels))
+        by_name.setdefault(series.name, []).append((figure, series))
     found: dict[str, float] = {}
     for sample in samples:
-        for figure, labels in by_name.get(sample.name, ()):
-            if labels.items() <= sample.labels.items() and math.isfinite(sample.value):
-                found[figure] = found.get(figure, 0.0) + sample.value
+        for figure, series in by_name.get(sample.name, ()):
+            if series.labels.items() <= sample.labels.items() and math.isfinite(sample.value):
+                before = found.get(figure, 0.0)
+                found[figure] = max(before, sample.value) if series.is_shared else before + sample.value
     return {figure: found[figure] for figure in table if figure in found}

@@ -1,4 +1,4 @@
-"""The readings that a server keeps for its dashboard, so that a page that is opened later shows the last hour."""
+"""The readings of the last hour, which a server keeps so that a newly opened dashboard can show them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ KEPT_S = 3600.0
 class KeptReadings:
     """The figures of the last hour, one reading every ten seconds. Used by the server's event loop only.
 
-    `read`: returns the figures by name. `clock`: a monotonic time in seconds, that of the server's other readings.
+    `read`: returns the figures by name. `clock`: returns a monotonic time in seconds, as for the server's other
+    readings.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, float]], clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +25,7 @@ class KeptReadings:
         self._readings = deque[tuple[float, Mapping[str, float]]]()
 
     def take(self) -> None:
-        """Add a reading, and drop those that are older than an hour."""
+        """Add a reading, and drop readings that are older than an hour."""
         now_s = self._clock()
         self._readings.append((now_s, self._read()))
         while self._readings[0][0] < now_s - KEPT_S:
@@ -37,8 +38,9 @@ class KeptReadings:
             await asyncio.sleep(EVERY_S)
 
     def as_json(self) -> dict[str, Any]:
-        """Return `names` of figures, and `rows` of values in their order, oldest first, each after its time. None: the
-        server did not export the figure at that time."""
+        """Return `names` of figures, and `rows`, one row for each reading, oldest first. A row has the reading's time,
+        and then the figures' values in the order of `names`. A value is None if the server did not export the figure at
+        that time."""
         names = [*{name: None for _, figures in self._readings for name in figures}]
         rows = [[time_s, *(figures.get(name) for name in names)] for time_s, figures in self._readings]
         return {"names": names, "rows": rows}

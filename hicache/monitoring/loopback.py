@@ -1,4 +1,4 @@
-"""Recognises servers on this machine, for which a proxy named in the environment must not be used."""
+"""Recognises servers on this machine. Requests to them must not use the proxy that the environment names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_loopback(url: str) -> bool:
         if host == "localhost" or host.endswith(".localhost"):
             return True
         address = ipaddress.ip_address(host)
-    except ValueError:  # the host is a name other than localhost, or the text is no URL
+    except ValueError:  # the host is a name other than localhost, or `url` is no URL
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback or (mapped or address).is_unspecified

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hicache.monitoring.figures import TIERS
 
-_START = "server.start_time_s"
+_START, _PROMPT = "server.start_time_s", "prompt.tokens"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reading:
     def hit_rate(self, tier: str) -> float | None:
         """Return the share of prompt tokens since the server's start that were hits in the tier; None before the first
         prompt."""
-        prompt = self.get("prompt.tokens")
+        prompt = self.get(_PROMPT)
         return self.get(f"hit_tokens.{tier}") / prompt if prompt else None
 
     def quantile(self, group: str, share: float) -> float | None:
@@ -57,7 +57,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Change:
-    """The difference of two readings of one server process; `before` is the earlier."""
+    """The difference of two readings of one server process. `before` is the earlier reading."""
 
     before: Reading
     after: Reading
@@ -69,20 +69,21 @@ class Change:
         return self.of(figure) / (self.after.time_s - self.before.time_s)
 
     def hit_rate(self, tier: str) -> float | None:
-        """Return the share of prompt tokens admitted between the readings that were hits in the tier; None if there
-        were none."""
-        prompt = self.of("prompt.tokens")
+        """Return the share of hits in the tier among the prompt tokens that were admitted between the readings; None if
+        no prompt token was admitted."""
+        prompt = self.of(_PROMPT)
         return self.of(f"hit_tokens.{tier}") / prompt if prompt else None
 
     def quantile(self, group: str, share: float) -> float | None:
-        """Return the `share` quantile of a histogram over the observations between the readings; None if there were
-        none."""
+        """Return the `share` quantile of a histogram over the observations between the readings; None without an
+        observation."""
         return _quantile(self.after, group, share, self.of)
 
 
 def _quantile(reading: Reading, group: str, share: float, count: Callable[[str], float]) -> float | None:
-    """Return a quantile of a histogram; None without an observation. Interpolates linearly between two bounds; above
-    all bounds it returns the largest bound. `count`: number of observations up to a bound, by figure."""
+    """Return a quantile of a histogram; None without an observation. Interpolates linearly between two bounds. A
+    quantile above all bounds is returned as the largest bound. `count`: returns the number of observations up to a
+    bound, for the figure of this bound."""
     below_s, below, target = 0.0, 0.0, share * count(f"{group}.+Inf")
     if not target:
         return None
@@ -103,8 +104,9 @@ class History:
 
     def add(self, reading: Reading) -> None:
         """Add a reading. If the server was restarted since the last one, drop all earlier readings."""
-        readings = self._readings
-        if readings[-1].get(_START) != reading.get(_START):
+        readings, last = self._readings, self._readings[-1]
+        # SGLang reports no start time, but its counters begin at 0 again.
+        if last.get(_START) != reading.get(_START) or last.get(_PROMPT) > reading.get(_PROMPT):
             readings.clear()
         readings.append(reading)
         while len(readings) > 2 and readings[1].time_s <= reading.time_s - self._window_s:

@@ -24,7 +24,7 @@ _WINDOW_S = 10.0  # seconds that the column "now" covers
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache top`."""
-    parser.add_argument("url", metavar="URL", help="address of 'hicache serve', or of a vLLM with hicache")
+    parser.add_argument("url", metavar="URL", help="address of 'hicache serve', or of a vLLM or SGLang with hicache")
     parser.add_argument(
         "--interval", type=as_flag(Number("seconds", 0.1, 3600)), default=1.0, metavar="SECONDS",
         help="between two readings (default 1)",
@@ -59,7 +59,8 @@ def _read_next(client: MetricsClient, history: History) -> str:
 
 @contextlib.contextmanager
 def _display(console: Console) -> Iterator[Callable[[RenderableType], None]]:
-    """Yield a function that shows a frame: on a terminal on a separate screen, elsewhere below the frame before."""
+    """Yield a function that shows a frame. A terminal shows it on a separate screen; elsewhere it is printed below the
+    frame before."""
     if not console.is_terminal:
         yield console.print
         return
@@ -68,8 +69,9 @@ def _display(console: Console) -> Iterator[Callable[[RenderableType], None]]:
 
 
 def frame(server: str, history: History, error: str = "") -> RenderableType:
-    """Return all tables of one reading. "now" covers the window of `history`, once it has two readings. `error`: the
-    reason why there is no newer reading; it names the server."""
+    """Return all tables of the last reading. The column "now" covers the window of `history`, if `history` has two
+    readings. `error`: the reason why the last attempt to read failed, with the server's name; empty if the attempt
+    succeeded."""
     reading, change = history.last, history.change
     sides = Table.grid(padding=(0, 2))
     sides.add_row(
@@ -93,11 +95,10 @@ def _stacked(*tables: Table) -> RenderableType:
 
 
 def _about(server: str, reading: Reading) -> Text:
-    up_s = time.time() - reading.get("server.start_time_s")
+    start_s = reading.get("server.start_time_s")
     model = f"   {printable(reading.about['model'])}" if "model" in reading.about else ""
-    return Text.assemble(
-        (printable(server), "bold"), f"{model}   up {duration(up_s)}", no_wrap=True, overflow="ellipsis"
-    )
+    up = f"   up {duration(time.time() - start_s)}" if start_s else ""
+    return Text.assemble((printable(server), "bold"), f"{model}{up}", no_wrap=True, overflow="ellipsis")
 
 
 def _requests(reading: Reading) -> Text:
@@ -107,8 +108,8 @@ def _requests(reading: Reading) -> Text:
 
 
 def _latency(reading: Reading, change: Change | None) -> Text:
-    """Return the median and 99th percentile over the window, or since the server's start if there is only one
-    reading."""
+    """Return the median and 99th percentile of each latency over the window, or since the server's start if there is
+    only one reading."""
     now, shown = change or reading, []
     for group, label in (("first_token_s", "first token"), ("between_tokens_s", "between tokens")):
         median, p99 = (now.quantile(group, share) for share in (0.5, 0.99))
@@ -117,7 +118,7 @@ def _latency(reading: Reading, change: Change | None) -> Text:
 
 
 def _brief(seconds: float | None) -> str:
-    """Return a short duration: `12 ms`, `3.4 s`. None: `-`."""
+    """Return a short duration like `12 ms` or `3.4 s`; `-` for None."""
     if seconds is None:
         return NONE
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
@@ -136,7 +137,7 @@ def _tiers(reading: Reading, change: Change | None) -> Table:
     for tier in reading.tiers:
         used, total = reading.get(f"used.{tier}"), reading.get(f"total.{tier}")
         unit, after = ("B", "") if tier == "disk" else ("", " tokens")
-        # A store object that the caller passed may have no budget.
+        # The tier has no total if it is a store object without a budget.
         bar = ProgressBar(total=total, completed=min(used, total), width=10, pulse=False) if total else ""
         now = None if change is None else change.hit_rate(tier)
         of = f"{scaled(total, unit)}{after}" if total else NONE
@@ -155,8 +156,8 @@ def _tokens(reading: Reading, change: Change | None) -> Table:
 
 
 def _transfers(reading: Reading, change: Change | None) -> Table:
-    """Return the rows of transfers between tiers. The column `now` has bytes per second of the window, the column
-    `speed` bytes per second of copying."""
+    """Return the rows of transfers between tiers. The column `now` has the bytes copied per second of the window. The
+    column `speed` has the bytes per second while a copy runs."""
     rows = []
     for figure, label in reading.group("moved_bytes"):
         now = NONE if change is None else f"{scaled(change.per_s(figure), 'B')}/s"
@@ -166,7 +167,8 @@ def _transfers(reading: Reading, change: Change | None) -> Table:
 
 
 def _drive(reading: Reading) -> Table:
-    """Return the rows on the wear of the drive; none if no page was written or the size of the drive is unknown."""
+    """Return the rows on the wear of the drive. There are none if no page was written or the size of the drive is
+    unknown."""
     found = [(label, f"{reading.get(figure):.2g}") for figure, label in reading.group("drive") if reading.get(figure)]
     return table(("drive", ""), found, framed=False)
 

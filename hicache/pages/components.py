@@ -1,16 +1,16 @@
 """The contract of a tree component, and the three components of hicache. A component determines which values a prefix
-needs, which values a lock covers, and which may be evicted.
+needs, which values a lock covers, and which values may be evicted.
 
 `first_required` is the rule for the values that a prefix needs, and `last_end` finds the longest usable prefix. The
-tree applies them to tokens on the device, the movements to pages on any tier.
+tree applies both functions to tokens on the device; the movements apply them to pages on any tier.
 
             a match ends                                         a lock covers           evictable
     full    anywhere on the device                               the path to the root    pages without a next page
     window  behind a complete window, or tokens from the root on the last window         any page
     state   at the end of a page with a state                    the last page           any state
 
-A match may pass a page without its window or state, and does not end there. A custom component is a subclass in its own
-file, with a counterpart in `hicache.flow.components`.
+A match may pass a page whose window or state is missing, but does not end there. A custom component is a subclass in
+its own file, with a counterpart in `hicache.flow.components`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hicache.tiers import FULL, MAMBA, SWA, Component
 
 
 class Required(Protocol):
-    """A component whose needs are counted in tokens or pages, see `TreeComponent.first_required`."""
+    """A component that computes the first token or page that a prefix needs, see `TreeComponent.first_required`."""
 
     def first_required(self, end: int) -> int: ...
 
@@ -35,7 +35,7 @@ def last_end(components: Sequence[C], limit: int, floor: int, gap: Callable[[C, 
     """Return the longest prefix of at most `limit` that all `components` can use; `floor` if none is longer.
 
     `gap(component, start, end)`: the start of the last missing piece of [start, end); None if no piece is missing. The
-    time is linear in the skipped pieces: each prefix that needs a missing piece is skipped with it.
+    time is linear in the number of missing pieces, because all prefixes that need a missing piece are skipped together.
     """
     end = limit
     while end > floor:
@@ -53,11 +53,11 @@ class TreeComponent:
     """One component of one tree. Scheduler thread only."""
 
     name: Component
-    # Its values on the device are the slots of FULL, and are evicted with them.
+    # The values of the component on the device are the slots of FULL, and are evicted with these slots.
     shares_full_slots = False
     # A value belongs to the last token of a page only.
     at_node_end = False
-    # True: a match ends only at the end of a page with a value. False: a match may end at pages without one.
+    # True: a match ends only at the end of a page with a value. False: a match may also end at a page without a value.
     ends_matches = False
 
     def first_required(self, end: int) -> int:
@@ -66,8 +66,8 @@ class TreeComponent:
         return end
 
     def required_from(self, node: TreeNode, ahead: int = 0) -> int:
-        """Return the first token up to `node` whose value is needed by a prefix that ends `ahead` tokens after the
-        node."""
+        """Return the first token, at most the end of `node`, whose value a prefix needs that ends `ahead` tokens after
+        the node."""
         return self.first_required(node.depth_tokens + ahead)
 
     def lock_from(self, node: TreeNode, ahead: int) -> int:
@@ -100,7 +100,7 @@ class MambaComponent(TreeComponent):
 
 
 class SwaComponent(TreeComponent):
-    """Sliding windows. `window`: the number of tokens before the end of a match whose window slots it needs."""
+    """Sliding windows. `window`: the number of tokens at the end of a match whose window slots the match needs."""
 
     name = SWA
     shares_full_slots = True

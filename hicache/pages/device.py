@@ -1,6 +1,6 @@
 """The pages of one component on the device: their slots or states, locks and eviction order.
 
-The rows are those of the prefix tree, which is the only writer. Sizes are in tokens, or in states.
+The rows are the rows of the prefix tree. Only the prefix tree changes this data. Sizes are in tokens, or in states.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class DevicePages(Columns):
     `load`   number of the load in flight that writes the page; 0: none
     `pool_page`  index of the page's slots, or of its state, in `_slots`, which grows with the pages of the device only
 
-    `size`: tokens or states of a page. `full`: the full pages of these windows or states; None: these are the full
-    pages. `shares_slots`: the slots of these pages are those of `full`. The full pages at the end of a prompt are
-    evicted first; windows and states at any time.
+    `size`: tokens or states of a page. `full`: the full pages of these windows or states; None if these pages are the
+    full pages. `shares_slots`: these pages have the slots of `full`. The full pages at the end of a prompt are evicted
+    first; windows and states may be evicted in any order.
     """
 
     fields: ClassVar = {"load": (np.int32, 0), "pool_page": (np.int64, 0)}
@@ -61,7 +61,7 @@ class DevicePages(Columns):
         return found
 
     def held(self, rows: Rows) -> Rows:
-        """Return the pages that are on the device."""
+        """Return the pages of `rows` that are on the device."""
         is_held = self.order.is_held[self.table.span(rows) if len(rows) >= self.table.many else rows]
         return rows if is_held.all() else rows[is_held]
 
@@ -70,8 +70,8 @@ class DevicePages(Columns):
         return np.flatnonzero(self.order.is_held)
 
     def value(self, rows: Rows, *, is_kept: bool = True) -> torch.Tensor:
-        """Return the slots or states of these pages, which are on the device, int64. `is_kept`: False if the caller
-        drops the tensor before the device gets or loses a page; then it may be a view."""
+        """Return the slots or states of the pages `rows`, which are on the device, int64. `is_kept`: False if the
+        caller drops the tensor before the device gets or loses a page; the tensor may then be a view."""
         if self._full is not None and self._shares_slots:
             return self._full.value(rows, is_kept=is_kept)
         pool_pages = self._index(self.pool_page[rows])
@@ -99,7 +99,7 @@ class DevicePages(Columns):
     # Events
 
     def enter(self, rows: Rows, value: torch.Tensor | None = None) -> None:
-        """Record that the device has these consecutive pages of a prompt. This counts as a use."""
+        """Record that the device has the pages `rows`, consecutive pages of a prompt. This counts as a use."""
         if value is not None:
             self._write(rows, value)
         self.num_held += len(rows)
@@ -111,7 +111,7 @@ class DevicePages(Columns):
         self.order.enter(rows)
 
     def leave(self, rows: Rows) -> None:
-        """Record that the device has lost these pages."""
+        """Record that the device has lost the pages `rows`."""
         self.num_held -= len(rows)
         self.order.leave(rows)
         if not self._shares_slots:
@@ -119,29 +119,30 @@ class DevicePages(Columns):
             self._free_places[self._first_free : self._first_free + len(rows)] = self.pool_page[rows]
 
     def use(self, rows: Rows) -> None:
-        """Record that a request used those of these pages that the device has."""
+        """Record that a request used the pages of `rows` that the device has."""
         self.order.use(self.held(rows))
 
     def lock(self, rows: Rows) -> None:
-        """Keep these pages on the device, or at least their rows, see `RadixTree.remove`. A row occurs once."""
+        """Keep the pages `rows` on the device, or at least their rows, see `RadixTree.remove`. Each row occurs once."""
         self.table.hold(rows)
         self.order.lock(rows)
 
     def unlock(self, rows: Rows) -> None:
-        """Release one lock. This does not count as a use."""
+        """Release one lock of each page in `rows`. This does not count as a use."""
         self.order.unlock(rows)
         self.table.drop(rows)
 
     def begin_load(self, rows: Rows, number: int) -> None:
-        """Record that a load writes these pages."""
+        """Record that the load with this number writes the pages `rows`."""
         self.load[rows] = number
 
     def end_load(self, rows: Rows) -> None:
-        """Record that the load of these pages has ended."""
+        """Record that the load of the pages `rows` has ended."""
         self.load[rows] = 0
 
     def take(self, size: int) -> Rows:
-        """Return the next victims, with `size` tokens or states in total or fewer; see `EvictionOrder.take`."""
+        """Return the next pages to evict, with at most `size` tokens or states in total, rounded up to pages; see
+        `EvictionOrder.take`."""
         return self.order.take(-(-size // self.size)) if size > 0 else NO_ROWS
 
     # Inside
@@ -160,7 +161,7 @@ class DevicePages(Columns):
             self._slots[at] = value.reshape(-1, self.size)
 
     def _make_places(self, num_pool_pages: int, value: torch.Tensor) -> None:
-        """Double the number of entries of `_slots`, or add `num_pool_pages` if that is more."""
+        """Double the number of entries of `_slots`, or add `num_pool_pages` entries if this number is larger."""
         before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
         self._slots = torch.cat((before, before.new_zeros(max(num_pool_pages, len(before)), self.size)))
         self._numbers = np.arange(len(self._slots))

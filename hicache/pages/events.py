@@ -1,8 +1,8 @@
-"""Events for a router: the blocks that each medium stores or removes.
+"""Events for a router: the blocks that each medium (GPU, CPU, disk) stores or removes.
 
-A block is a page. Its hash is the first 64 bits of its page key, so it depends on every token before it, on the
-namespace and on the identity of the engine (model, dtype, layout, salt): it is the same on all media and after
-restarts.
+A block is a page. Its hash is the first 64 bits of its page key. So the hash depends on every token up to the end of
+the block, on the namespace and on the identity of the engine (model, dtype, layout, salt). The hash of a block is the
+same on all media and after restarts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from hicache.pages.names import PromptPages
 
 Medium = Literal["GPU", "CPU", "DISK"]
 
-# Remembered removals from the disk: more than a store makes during one read.
+# The number of remembered removals from the disk: more pages than a store removes during one read.
 _REMEMBERED = 1 << 16
 
 
 @dataclass(frozen=True)
 class BlockStored:
-    """`block_hashes` follow `parent_block_hash` (None at the start of a prompt) and hold `token_ids`."""
+    """A medium has stored the blocks `block_hashes`, which have the tokens `token_ids` and follow the block
+    `parent_block_hash` (None at the start of a prompt)."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -103,12 +104,12 @@ class EventLog:
     def __init__(self) -> None:
         self._changes: list[PageChange] = []
         self._announced: dict[Medium, set[bytes]] = {"GPU": set(), "CPU": set(), "DISK": set()}
-        self._orphans: dict[bytes, dict[tuple[bytes, Medium], PagesStored]] = {}  # by parent
-        self._parents: dict[bytes, bytes] = {}  # of orphans
+        self._orphans: dict[bytes, dict[tuple[bytes, Medium], PagesStored]] = {}  # by the key of the parent page
+        self._parents: dict[bytes, bytes] = {}  # by orphan: the key of the parent page
         self._removed: dict[bytes, None] = {}  # pages that the disk has recently removed, oldest first
 
     def stored(self, pages: PromptPages, medium: Medium, which: Sequence[bool] | None = None) -> None:
-        """Record that `medium` has stored `pages`: all of them, or those for which `which` is true."""
+        """Record that `medium` has stored `pages`: all pages, or the pages for which `which` is true."""
         announced, keys, start = self._announced[medium], pages.keys, 0
         while start < len(keys):
             end = start
@@ -119,13 +120,13 @@ class EventLog:
             start = end + 1
 
     def loaded(self, pages: PromptPages, *, from_disk: bool) -> None:
-        """Record pages that were read to the host. The disk may have removed some of them since the read."""
+        """Record pages that were read to the host. The disk may have removed some of these pages since the read."""
         self.stored(pages, "CPU")
         if from_disk:
             self.stored(pages, "DISK", [key not in self._removed for key in pages.keys])
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """Record that `medium` has removed these pages. It may never have had them."""
+        """Record that `medium` does not have the pages with these keys. It need not have had them before."""
         self._drop(keys, medium)
         if medium == "DISK":
             self._removed.update(dict.fromkeys(keys))
@@ -137,7 +138,8 @@ class EventLog:
         self._drop(keys, "DISK")
 
     def disk_lost(self) -> None:
-        """Forget the content of the disk, whose last removals will not be reported, until pages are found again."""
+        """Report all blocks of the disk as removed, because the last removals of the store process are unknown. Pages
+        that are found on the disk later are reported again."""
         orphans = [key for siblings in self._orphans.values() for key, medium in siblings if medium == "DISK"]
         self._drop([*self._announced["DISK"], *orphans], "DISK")
 
@@ -154,7 +156,8 @@ class EventLog:
         return changes
 
     def _enter(self, pages: PromptPages, medium: Medium) -> None:
-        """Record new pages of a medium. Pages from the first one with a known parent on are reported."""
+        """Record new pages of a medium. The first page whose parent was reported, and all pages after it, are
+        reported."""
         for key in pages.keys if medium == "DISK" and self._removed else ():
             self._removed.pop(key, None)
         for at in range(len(pages.keys)):
@@ -169,7 +172,7 @@ class EventLog:
             self._parents[key] = later.previous_key
 
     def _announce(self, stored: PagesStored) -> None:
-        """Report pages, and then pages that waited for these parents."""
+        """Report pages, and then the pages that waited for these pages as their parents."""
         to_announce = [stored]
         for change in to_announce:
             self._changes.append(change)

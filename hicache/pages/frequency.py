@@ -1,20 +1,20 @@
 """The policy `auto`: ranks pages by their uses, which decay, and remembers the uses of evicted pages.
 
 Uses decay: the weight of a use halves in a half-life, measured in pages that requests have used. A rank is the
-logarithm of their sum, as in LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001):
+logarithm of the sum of these weights, as in LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001):
 
     rank = log2(sum over uses of 2^(t / half_life)),  t: time of the use, in pages used
 
-so the order of ranks does not change as uses decay. The uses of an evicted page count when the page returns, like those
-of ghosts in ARC and LIRS. If requests use many more pages than fit between two uses of a prefix, only this memory tells
-a prefix that returns from one that does not.
+so the order of ranks does not change as uses decay. The uses of an evicted page count again when the page returns to
+the tier, like the uses of ghost entries in ARC and LIRS. If requests use many more pages between two uses of a prefix
+than the tier has, only these remembered uses distinguish a prefix that returns from a prefix that does not.
 
 The half-life follows from the requests:
 
     3 * median age of uses * share of uses older than the content of the tier * trust
 
-If recency suffices, the share is small and the order nearly that of `lru`. `trust` falls while `lru` would hit more,
-which is measured on a sample of the pages, chosen by their names (SHARDS, Waldspurger et al., FAST 2015).
+If recency suffices, the share is small and the order is nearly the order of `lru`. `trust` falls while `lru` would hit
+more. A sample of the pages, chosen by their names, measures the hits of `lru` (SHARDS, Waldspurger et al., FAST 2015).
 docs/decisions/035-the-default-policy.md has the comparison.
 """
 
@@ -32,23 +32,25 @@ from hicache.pages.table import Columns, Mask, Rows
 
 _HALF_LIVES = 3.0
 _UNKNOWN_HALF_LIFE = float(1 << 40)  # before the first repeated use: uses do not decay
-# Uses closer together than this share of the half-life count once, because a waiting request is matched several times.
+# Two uses count as one if they are closer together than this share of the half-life, because a waiting request is
+# matched several times.
 _ONE_USE = 1 / 64
 _BUCKETS_PER_OCTAVE, _NUM_BUCKETS = 2, 128
-_ADAPT_AFTER = 512  # repeated uses, after which the half-life is adapted
-_FADE_AFTER = 1 << 17  # number of uses after which the weights of older ones are halved
+_ADAPT_AFTER = 512  # number of repeated uses after which the half-life is adapted
+_FADE_AFTER = 1 << 17  # number of uses after which the weights of older uses are halved
 _TOLERANCE = 0.5  # octaves of error of the half-life; a change of the half-life ranks all pages again
-# A use is forgotten after this many half-lives, or after this many times the pages of the tier, if these are more uses.
+# A use is forgotten after this number of half-lives, or after this number of times the pages of the tier, whichever is
+# longer. Both are counted in used pages.
 _REMEMBERED = 8.0
-_LEAST_REMEMBERED, _MOST_REMEMBERED = 1 << 12, 1 << 18  # pages; 24 bytes each
+_LEAST_REMEMBERED, _MOST_REMEMBERED = 1 << 12, 1 << 18  # number of remembered pages; 24 bytes each
 _BEHIND = 1.1  # `trust` falls if `lru` would hit this many times as much
 _MIN_TRUST = 1 / 64
-_MAX_LEVELS = 32  # the most levels of priority; more would keep unused pages forever
-_SAMPLED_PAGES = 2048  # the most pages of the shadow cache
+_MAX_LEVELS = 32  # maximum levels of priority; more levels would keep unused pages forever
+_SAMPLED_PAGES = 2048  # maximum number of pages of the shadow cache
 
 
 class _Remembered(Columns):
-    """Uses of evicted pages by name. A page replaces another page in the same entry."""
+    """Uses of evicted pages by name. If two pages have the same entry, the later page replaces the earlier page."""
 
     fields: ClassVar = {"name": (np.uint64, 0), "uses": (np.float64, 0.0), "used_at": (np.int64, 0)}
     name: npt.NDArray[np.uint64]
@@ -86,15 +88,16 @@ class _Remembered(Columns):
 
 
 class _ShadowLru:
-    """A shadow cache: the sampled pages that `lru` would have in `capacity` pages, and the uses that would hit."""
+    """A shadow cache: the sampled pages that `lru` would keep in a tier of `capacity` pages, and the number of uses
+    that would hit."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._every = 1  # one of this number of pages is in the sample
+        self._every = 1  # the sample has one page of this number of pages
         self.num_hits = 0
 
     def use(self, names: npt.NDArray[np.uint64], capacity: int) -> Mask:
-        """Record uses, the last one first. Returns which of the pages are in the sample."""
+        """Record uses of pages, the latest use first. Returns which of the pages are in the sample."""
         every = 1 << max(0, math.ceil(math.log2(capacity / _SAMPLED_PAGES)))
         if every > self._every:
             self._every = every
@@ -115,7 +118,8 @@ class _ShadowLru:
 
 
 class FadingFrequency(RankPolicy):
-    """The policy `auto`, see the module. `half_life`: in pages that requests have used."""
+    """The policy `auto`, see the module's docstring. `half_life`: the half-life of uses, in pages that requests have
+    used."""
 
     reads_names = True
     reads_created = False
@@ -124,19 +128,20 @@ class FadingFrequency(RankPolicy):
         self.half_life = _UNKNOWN_HALF_LIFE
         self._seen, self._capacity = 0, 1  # pages used so far; unlocked pages of the tier at the last eviction
         self._evicted = _Remembered()
-        self._ages = np.zeros(_NUM_BUCKETS)  # number of uses by the age of the previous use
+        self._ages = np.zeros(_NUM_BUCKETS)  # histogram of uses, by the age of the previous use of the page
         self._num_ages = self._num_new_ages = 0
         self._shadow, self._trust = _ShadowLru(), 1.0
         self._num_hits = self._judged_at = 0
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        """Return the ranks. A level of priority doubles the uses of a page."""
+        """Return the rank of each page. A level of priority doubles the uses of a page."""
         levels = np.minimum(at.table.priority[rows], _MAX_LEVELS)
         ranks: Ranks = np.log2(np.maximum(at.uses[rows], 1e-300)) + at.used_at[rows] / self.half_life + levels
         return ranks
 
     def enter(self, at: Uses, rows: Rows) -> None:
-        """Restore remembered uses of pages that return, and count the uses of pages that were only locked."""
+        """Restore the remembered uses of pages that return to the tier, and count the uses of pages that were only
+        locked."""
         is_new = at.uses[rows] == 0
         new = rows[is_new]
         if len(new) < len(rows):
@@ -178,7 +183,8 @@ class FadingFrequency(RankPolicy):
         return np.maximum(1.0, faded)
 
     def _see(self, at: Uses, rows: Rows, *, are_held: bool = False) -> npt.NDArray[np.int64]:
-        """Record uses, the first page last. Returns the time of each use, in pages that requests have used."""
+        """Record uses of pages; the first page counts as used last. Returns the time of each use, in pages that
+        requests have used."""
         self._seen += len(rows)
         if self._capacity > 1:  # only if the tier has evicted pages
             sampled = self._shadow.use(at.table.name[rows], self._capacity)

@@ -1,10 +1,10 @@
 """Packed tokens, and page keys, by which the host, stores and other processes find pages.
 
-Tokens are packed as int64. Long runs of nodes are views of memory that this module packed. A caller's array, even if it
-is read-only, is copied.
+Tokens are packed as int64. Long token runs of nodes are views of memory that this module allocated. The array of a
+caller is copied, even if it is read-only.
 
-A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end. So two pages share a
-key only if model, layout, tenant and prefix are the same:
+A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end. So two pages have
+the same key only if model, layout, tenant and prefix are the same:
 
     seed     = SHA-256(identity digest || namespace length, 8 bytes little endian || namespace, UTF-8)
     key[0]   = SHA-256(seed || tokens of page 0, int64 little endian)
@@ -26,12 +26,13 @@ Tokens = npt.NDArray[np.int64]
 
 _ITEM = 8
 _MANY_IDS = 64
-_SHARED_TOKENS = 4096  # 32 KiB, from which on numpy compares at the speed of memcmp
+_SHARED_TOKENS = 4096  # 32 KiB; numpy compares runs of at least this size at the speed of memcmp
 _MAX_ID = np.iinfo(np.int64).max
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
-    """Return a sequence of token ids as one contiguous int64 buffer, without a copy if it already is one.
+    """Return a sequence of token ids as one contiguous int64 array, without a copy if the sequence already is such an
+    array.
 
     A list is converted to read-only memory. Raises InvalidTokens unless it is a one-dimensional sequence of integers
     within int64.
@@ -62,7 +63,7 @@ def as_array(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return ids as contiguous int64. Raises InvalidTokens if that would change an id."""
+    """Return ids as contiguous int64. Raises InvalidTokens if the conversion would change an id."""
     if ids.size and ids.dtype.kind not in "iu":
         raise InvalidTokens(f"token ids are of type {ids.dtype}; give integers of at most {_MAX_ID}")
     if ids.dtype == np.uint64 and ids.size and int(ids.max()) > _MAX_ID:
@@ -71,17 +72,17 @@ def as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def new_tokens(num_tokens: int) -> Tokens:
-    """Allocate memory for ids that nodes may share. The caller fills it and then makes it read-only."""
+    """Allocate memory for token ids that nodes may share. The caller fills the memory and then makes it read-only."""
     return np.frombuffer(_Memory(num_tokens * _ITEM), np.int64)
 
 
 class _Memory(bytearray):
-    """Token ids that this module copied. No other module can write this memory, so views of it never change. (A
-    caller's read-only array may have a writable base.)"""
+    """Token ids that this module copied. No other module can write this memory, so views of it never change. A caller's
+    array can change even if it is read-only, because its base may be writable."""
 
 
 def _view(memory: _Memory) -> Tokens:
-    """Return a read-only view."""
+    """Return a read-only view of token ids."""
     tokens = np.frombuffer(memory, np.int64)
     tokens.setflags(write=False)
     return tokens
@@ -96,8 +97,8 @@ def _memory_of(tokens: Tokens) -> _Memory | None:
 class TokenRun:
     """Packed tokens in memory that does not change.
 
-    Copied are short runs, runs of a caller's memory, and runs that would keep more than twice their own memory alive.
-    Other runs are views, which neither an insertion nor a split copies.
+    The tokens are copied if the run is short, if a caller owns their memory, or if a view would keep more than twice
+    the memory of the run alive. Other runs are views, which neither an insertion nor a split copies.
     """
 
     __slots__ = ("_raw", "_tokens", "num_tokens")
@@ -118,14 +119,14 @@ class TokenRun:
 
     @property
     def tokens(self) -> Tokens:
-        """int64 `[len]`, read-only."""
+        """The token ids of the run, int64 `[num_tokens]`, read-only."""
         if self._tokens is None:
             self._tokens = _view(self._raw or _Memory())
         return self._tokens
 
     def common_len(self, tokens: Tokens, raw: memoryview, start: int) -> int:
-        """Return the number of leading tokens that equal those of `tokens` from `start` on. `raw`: the bytes of
-        `tokens`."""
+        """Return the number of leading tokens of this run that equal `tokens` from position `start` on. `raw`: the
+        bytes of `tokens`."""
         length = min(self.num_tokens, len(tokens) - start)
         if self._raw is not None and self._raw.startswith(raw[start * _ITEM : (start + length) * _ITEM]):
             return length
@@ -140,8 +141,8 @@ def bytes_of(tokens: Tokens) -> memoryview:
 
 
 class PageHasher:
-    """Computes page keys for one identity. Its only state is the counter `pages_hashed`. Owned by the scheduler
-    thread."""
+    """Computes page keys for one identity. The only state of a hasher is the counter `pages_hashed`. Owned by the
+    scheduler thread."""
 
     def __init__(self, identity_digest: bytes, page_size: int) -> None:
         self.page_size = page_size

@@ -1,6 +1,7 @@
-"""The reasons for which pages of a prompt are computed: what happened to pages that no tier has.
+"""The reasons for which pages of a prompt are computed, for example the eviction of a page.
 
-A page in a tier cannot be used if no tier has the page before it. It counts with the reason of that page:
+If no tier has a page, the later pages of the prompt cannot be used, even if a tier has them. These later pages count
+with the reason of the missing page:
 
     page     0    1    2        3       4       5
              hit  hit  evicted  on CPU  on CPU  new
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -23,7 +23,7 @@ from hicache.pages.table import Names, Rows
 
 Reasons = npt.NDArray[np.int8]
 
-USABLE: Final = -1  # in `Reasons`: a tier has the page
+USABLE: Final = -1  # value in `Reasons` of a page that a tier has
 _NUM_PAGES = 1 << 20
 _MAX_SAMPLES = 1024
 
@@ -42,25 +42,29 @@ class MissReason(enum.IntEnum):
         return self.name.lower()
 
 
-MISS_HELP: Final[Mapping[MissReason, str]] = {
-    MissReason.NEVER_STORED: "that no tier ever had, as far as is known: new text, or the end of a prompt",
-    MissReason.EVICTED: "that a tier had evicted",
-    MissReason.GATE: "that were estimated to cost less than loading: a tier has them, or had not looked them up yet",
-    MissReason.NO_ROWS: "for which no host page was free when they were to be stored or loaded",
-    MissReason.FAILED: "that could not be stored or read",
-}
+def miss_help(page: str) -> dict[MissReason, str]:
+    """Return for each reason the words that describe the tokens in a help text, after "computed prompt tokens".
+    `page`: the word for a page, "page" or "chunk"."""
+    return {
+        MissReason.NEVER_STORED: f"whose {page} no tier ever had, as far as the engine knows",
+        MissReason.EVICTED: f"whose {page} a tier had evicted",
+        MissReason.GATE: "that were estimated to cost less to compute than to load",
+        MissReason.NO_ROWS: f"for which the host had no free {page}",
+        MissReason.FAILED: f"whose {page} a store could not store or return",
+    }
 
 
 class MissReasons:
-    """The reasons for which pages are missing, by name. Remembers about `num_pages` pages; a page overwrites another
-    one in the same entry. Owned by one thread."""
+    """The reasons for which pages are missing, by name. Remembers about `num_pages` pages: if two pages have the same
+    entry, the later page overwrites the earlier page. Owned by one thread."""
 
     def __init__(self, num_pages: int = _NUM_PAGES) -> None:
-        self._names = np.zeros(num_pages, np.uint64)  # virtual memory, allocated when it is written
+        self._names = np.zeros(num_pages, np.uint64)  # the operating system allocates this memory when it is written
         self._reasons = np.zeros(num_pages, np.int8)
 
     def note(self, names: Names, reason: MissReason) -> None:
-        """Record the reason of pages. NEVER_STORED clears it, because the pages are stored."""
+        """Record the reason for which pages will be missing. NEVER_STORED clears the reason of pages that are stored
+        now."""
         at = names % np.uint64(len(self._names))
         self._names[at] = names
         self._reasons[at] = reason
@@ -73,8 +77,8 @@ class MissReasons:
 
 
 def count(reasons: Reasons) -> dict[MissReason, int]:
-    """Count consecutive pages by reason. `USABLE` pages count with the reason of the page before them; leading ones do
-    not count."""
+    """Count consecutive pages by reason. `USABLE` pages count with the reason of the last page before them that is not
+    `USABLE`. Leading `USABLE` pages do not count."""
     last = np.maximum.accumulate(np.where(reasons == USABLE, -1, np.arange(len(reasons))))
     numbers = np.bincount(reasons[last[last >= 0]], minlength=len(MissReason)).tolist()
     return {reason: numbers[reason] for reason in MissReason if numbers[reason]}

@@ -1,4 +1,4 @@
-"""The page keys of nodes, computed on demand and only once per page.
+"""The page keys of nodes. Each key is computed on demand, and only once per page.
 
 The key of a window or state is SHA-256(page key || name of the component).
 """
@@ -17,7 +17,8 @@ from hicache.tiers import FULL, Component
 
 
 class PromptPages(NamedTuple):
-    """Consecutive pages of one prompt: their `tokens` and `keys`, after the page `previous_key` (None at the start)."""
+    """Consecutive pages of one prompt: the `tokens` and `keys` of the pages, and `previous_key`, the key of the page
+    before them (None at the start of the prompt)."""
 
     keys: Sequence[bytes]
     previous_key: bytes | None
@@ -32,7 +33,7 @@ class PromptPages(NamedTuple):
 
 
 class PageNames:
-    """Computes the page keys of one tree, which owns it."""
+    """Computes the page keys of one tree. The tree owns this object."""
 
     def __init__(self, hasher: PageHasher, table: PageTable) -> None:
         self._hasher, self._table = hasher, table
@@ -50,8 +51,8 @@ class PageNames:
         return self._table.keys_of(node.rows)
 
     def following(self, node: TreeNode, namespace: str, tokens: Tokens, known: Sequence[bytes] = ()) -> list[bytes]:
-        """Return the keys of the complete pages in `tokens`, after `node`. `known`: the first keys, if computed
-        before."""
+        """Return the keys of the complete pages in `tokens`, after `node`. `known`: keys of the first pages that were
+        computed before."""
         num_pages = len(tokens) // self._hasher.page_size
         if len(known) >= num_pages:
             return [*known[:num_pages]]
@@ -66,7 +67,7 @@ class PageNames:
         return PromptPages(self.of(node), previous_key, node.run.tokens, node.namespace).part(start, len(node.rows))
 
     def of_prompt(self, match: Match, tokens: Tokens) -> list[bytes]:
-        """Return the keys of the complete pages of a prompt. `match`: its match in the tree."""
+        """Return the keys of the complete pages of a prompt. `match`: the match of the prompt in the tree."""
         if match.nodes:
             self.of(match.nodes[-1])
         keys = self._table.keys_of(match.rows)
@@ -79,7 +80,7 @@ class PageNames:
 
     @staticmethod
     def of_component(component: Component, page_keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of these pages of a component."""
+        """Return the keys of a component's data for the pages with the keys `page_keys`."""
         if component == FULL:
             return list(page_keys)
         name = component.encode()

@@ -14,11 +14,12 @@ from hicache.pages.table import NO_ROWS, Rows
 _ids = itertools.count()
 
 ChildKey: TypeAlias = bytes | tuple[str, bytes]
-"""The first page of a child's tokens; of a child of the root with its namespace."""
+"""The tokens of a child's first page, as bytes. A child of the root also has its namespace in the key."""
 
 
 class TreeNode:
-    """Pages `rows`, with the tokens `run`, `num_tokens` of them; `child_key` is the node's key in its parent.
+    """Consecutive pages `rows` with the tokens `run`. `num_tokens`: the number of these tokens; `child_key`: the key of
+    the node in its parent's `children`.
 
     A split moves the start of a node, and never its end: a reference to the end of a node stays valid. The end of a
     leaf moves when unlocked pages are evicted.

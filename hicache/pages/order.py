@@ -1,17 +1,19 @@
 """The order in which the pages of one tier are evicted.
 
-    first out     pages that another tier has as well, if the tier is exclusive: the one used last is evicted first
+    first out     pages that another tier has as well, if the tier is exclusive: the page used last is evicted first
     ended         pages of sessions that have ended
     plain         all pages of no other class
     kept          pages with a deadline
     expected      pages that queued requests will need
 
-Within a class the page with the lowest rank is evicted first, and of equal ranks the one with the youngest row. The end
-of a prompt is evicted first: a page never ranks below the next page that the same requests use.
+Within a class, the page with the lowest rank is evicted first. Of pages with equal ranks, the page with the youngest
+row is evicted first. The end of a prompt is evicted first: a page never ranks below the next page that the same
+requests use.
 
-Victims are chosen a batch at a time, with a few vector operations over all rows. The order skips a page of the batch if
-its position has changed since, or if a new page follows it. A page that moves to a position before the end of the batch
-is inserted into the batch. A page that was left out only because locked pages follow it waits for the next batch.
+The pages to evict are chosen a batch at a time, with a few vector operations over all rows. If the position of a page
+changes after the batch was chosen, or if a new page follows the page, the batch skips it. A page that moves to a
+position before the end of the batch is inserted into the batch. A page that was left out only because locked pages
+follow it waits for the next batch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _FIRST_OUT, _ENDED, _PLAIN, _KEPT, _EXPECTED, _NO_CLASS = range(6)
 _LEAST_BATCH, _BATCH_SHARE = 64, 16
 _SMALL = 512  # up to this number of evictable pages, each call chooses a new batch
 KEPT_SHARE = 0.9  # share of a tier for pages with a deadline; the rest is for prompts without a hint
-_PATIENCE = 4.0  # factor on the announced time, so that a turn that is a little late still hits
+_PATIENCE = 4.0  # factor on the announced time, so that a next turn that is a little late still hits
 
 # Policies by the names in settings; each tier has its own policy.
 RANK_POLICIES: dict[str, type[RankPolicy]] = {
@@ -64,8 +66,8 @@ def deadline_s(now_s: float, within_s: float) -> float:
 
 
 class _Batch(NamedTuple):
-    """Rows in the order of eviction, with the class and the key of each. `last_classes`, `last_keys`: the class and key
-    of the last page, in the order of eviction, among the page itself and all pages after it in prompts."""
+    """Rows in the order of eviction, with the class and the key of each row. `last_classes`, `last_keys`: for each
+    page, the class and key of the page that is evicted last among this page and all pages after it in prompts."""
 
     rows: Rows
     classes: Classes
@@ -86,7 +88,7 @@ _NO_BATCH = _Batch(NO_ROWS, np.empty(0, np.int8), np.empty(0), np.empty(0, np.in
 
 
 class _Hint(NamedTuple):
-    """The deadline `until_s` of `rows`."""
+    """A hint that the pages `rows` will be used before the deadline `until_s`."""
 
     rows: Rows
     until_s: float
@@ -105,15 +107,16 @@ class EvictionOrder(Columns):
 
     `is_held`       whether the tier has the page
     `locks`         locks of the page, held or in flight.
-    `expected`      queued requests that will need it.
-    `has_ended`     whether its session has ended, without a use of the page since then.
-    `keep`          the hint that gives it a deadline; 0: none.
-    `class_`, `key` its position in the order: the class, see the module, then the key, the lowest one first. The
+    `expected`      number of queued requests that will need the page.
+    `has_ended`     whether the session of the page has ended, without a use of the page since then.
+    `keep`          the hint that gives the page a deadline; 0: no hint.
+    `class_`, `key` its position in the order: the class, see the module, then the key, the lowest key first. The
                     key is the rank, see `RankPolicy`; for pages that are first out it is a negative tick.
-    `is_followed`   whether, since the batch was chosen, its rank rose or a page after it was added.
+    `is_followed`   whether, since the batch was chosen, the rank of the page rose or a page after it was added.
 
-    `is_linked`: whether a page is evicted after the next pages of its prompt; False for windows and states.
-    `num_evictable`: held pages without a lock; `num_kept`: pages with a deadline. Other threads may read them.
+    `is_linked`: whether a page is evicted after the next pages of its prompt; it is False for windows and states.
+    `num_evictable`: held pages without a lock; `num_kept`: pages with a deadline. Other threads may read these two
+    numbers.
     """
 
     fields: ClassVar = {
@@ -147,13 +150,14 @@ class EvictionOrder(Columns):
         self._kept: dict[int, _Hint] = {}  # the oldest first
         self._batch, self._next, self._end_place = _NO_BATCH, 0, (_NO_CLASS, 0.0)
         self._late: list[Rows] = []  # rows that moved to a position before the end of the batch
-        self._taken = NO_ROWS  # the last victims
+        self._taken = NO_ROWS  # the pages that `take` returned last
 
     # Events
 
     def enter(self, rows: Rows, *, is_transferred: bool = False) -> None:
-        """Record that the tier has these consecutive pages of a prompt. `is_transferred`: release the lock of their
-        transfer. The first windows and states of a prompt are evicted first: later prompts need the last."""
+        """Record that the tier has the pages `rows`, consecutive pages of a prompt. `is_transferred`: release the lock
+        of their transfer. The first windows and states of a prompt are evicted first, because later prompts need the
+        last windows and states."""
         rows = rows if self._is_linked else rows[::-1]
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         self.is_held[at] = True
@@ -166,7 +170,7 @@ class EvictionOrder(Columns):
             self._enter(rows[locks == 0] if locks.any() else rows)
 
     def leave(self, rows: Rows) -> None:
-        """Record that the tier has lost these pages. The locks of a page whose transfer failed stay."""
+        """Record that the tier has lost the pages `rows`. The locks of a page whose transfer failed stay."""
         if self.num_kept:
             self._end_hints(rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
@@ -179,14 +183,14 @@ class EvictionOrder(Columns):
         self.class_[at] = np.where(self.expected[at] > 0, _EXPECTED, _PLAIN)
 
     def lock(self, rows: Rows) -> None:
-        """Keep these pages until `unlock`. A row occurs once."""
+        """Protect the pages `rows` from eviction until `unlock`. Each row occurs once."""
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         locks = self.locks[at]
         self.num_evictable -= int(np.count_nonzero(self.is_held[at] & (locks == 0)))
         self.locks[at] = locks + 1
 
     def unlock(self, rows: Rows) -> None:
-        """Release one lock. This does not count as a use."""
+        """Release one lock of each page in `rows`. This does not count as a use."""
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         locks = self.locks[at]
         assert locks.all(), "unlocked more often than locked"
@@ -196,8 +200,8 @@ class EvictionOrder(Columns):
             self._enter(rows if is_free.all() else rows[is_free])
 
     def use(self, rows: Rows) -> None:
-        """Record that a request used these consecutive pages of a prompt, which the tier has. Their sessions are open
-        again, and the hints of their next turn end."""
+        """Record that a request used the pages `rows`, consecutive pages of a prompt, which the tier has. Sessions of
+        these pages that had ended are open again, and hints of their next turn end."""
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         if self.has_ended[at].any():
             self.go_on(rows)
@@ -211,23 +215,24 @@ class EvictionOrder(Columns):
             self.set_first_out(again)
 
     def follow(self, rows: Rows) -> None:
-        """Record that the tier gets pages after these."""
+        """Record that the tier gets new pages that follow the pages `rows` in prompts."""
         self.is_followed[rows] = True
 
     def go_on(self, rows: Rows) -> None:
-        """Record that a request has begun to use these pages: their sessions, if they had ended, are open again."""
+        """Record that a request has begun to use the pages `rows`. Sessions of these pages that had ended are open
+        again."""
         if self.has_ended[rows].any():
             self.has_ended[rows] = False
             self._set_class(rows)
 
     @property
     def is_first_out(self) -> Mask:
-        """Return which rows are first out: evicted before plain ones, because another tier has them too."""
+        """Return which rows are first out: evicted before plain pages, because another tier has these pages too."""
         found: Mask = self.class_ == _FIRST_OUT
         return found
 
     def set_first_out(self, rows: Rows) -> None:
-        """Record that another tier has these consecutive pages of a prompt as well."""
+        """Record that another tier has the pages `rows`, consecutive pages of a prompt, as well."""
         if self._ranks is None:
             self._ranks = _Ranks()
             self.table.add_columns(self._ranks)
@@ -238,7 +243,7 @@ class EvictionOrder(Columns):
         self._moved(rows)
 
     def end_first_out(self, rows: Rows) -> None:
-        """Record that no other tier has these pages."""
+        """Record that no other tier has the pages `rows`."""
         if self._ranks is not None:
             self.class_[rows] = _PLAIN
             self.key[rows] = self._ranks.rank[rows]
@@ -247,32 +252,33 @@ class EvictionOrder(Columns):
     # Hints of requests
 
     def expect(self, rows: Rows, change: int) -> None:
-        """Add `change` to the queued requests that will need these pages. This does not count as a use."""
+        """Add `change` to the number of queued requests that will need the pages `rows`. This does not count as a
+        use."""
         self.expected[rows] += change
         self._set_class(rows)
 
     def expect_uses(self, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
-        """Announce `num_uses` uses of pages that the tier has. Only the policy `auto` counts them."""
+        """Announce `num_uses` uses of pages that the tier has. Only the policy `auto` counts announced uses."""
         self.policy.expect_uses(self.at, rows, num_uses)
         self.rank_again(rows)
 
     def raise_priority(self, rows: Rows, priority: int) -> None:
-        """Raise the priority of these pages to that of a request that uses them."""
+        """Raise the priority of the pages `rows` to `priority`, the priority of a request that uses them."""
         lower = rows[self.table.priority[rows] < priority]
         if len(lower):
             self.table.priority[lower] = priority
             self.rank_again(lower)
 
     def end_session(self, rows: Rows) -> None:
-        """Evict these pages before plain ones until a request uses them."""
+        """Evict the pages `rows` before plain pages until a request uses them."""
         self.has_ended[rows] = True
         self._end_hints(rows)
         self._set_class(rows)
 
     def keep_until(self, rows: Rows, until_s: float, limit: float, priority: int = 0) -> None:
-        """Evict these pages of a prompt, which the tier has or gets, after plain ones until `until_s` or their next
-        use. If more than `limit` pages would be kept, the hints of the lowest priority end, the oldest first; no hint
-        above `priority` ends. A prompt longer than `limit` is not kept."""
+        """Evict the pages `rows` of a prompt, which the tier has or gets, after plain pages until `until_s` or the next
+        use of the pages. If more than `limit` pages would be kept, hints of the lowest priority end, the oldest hint
+        first. No hint above `priority` ends. A prompt longer than `limit` is not kept."""
         if not 0 < len(rows) <= limit:
             return
         self._end_hints(rows)
@@ -301,10 +307,10 @@ class EvictionOrder(Columns):
     # Victims
 
     def take(self, num_rows: int) -> Rows:
-        """Return the next 1 to `num_rows` victims; none if no page may be evicted.
+        """Return the next pages to evict, at most `num_rows` and at least one; none if no page may be evicted.
 
-        The caller calls `leave` or `lock` for each victim before the next call. Victims that it left evictable, because
-        an eviction raised or took other pages, are victims again.
+        The caller calls `leave` or `lock` for each of these pages before the next call. If the caller left a page
+        evictable, because an eviction raised or evicted other pages, a later call may return the page again.
         """
         if self._generation != self.policy.generation:
             self._rank_all()
@@ -346,7 +352,8 @@ class EvictionOrder(Columns):
         return self._in_order(np.flatnonzero(self.is_held & (self.locks == 0))).rows
 
     def num_shared(self, rows: Rows) -> int:
-        """Return the number of leading pages of a prompt that other prompts share. The tier has all these pages."""
+        """Return the number of leading pages of a prompt that other prompts share. The tier must have all pages
+        `rows`."""
         position = np.full(len(self.key), NO_ROW)
         position[rows] = np.arange(len(rows))
         others = np.flatnonzero(self.is_held & (position < 0))
@@ -376,13 +383,14 @@ class EvictionOrder(Columns):
     # Inside
 
     def _enter(self, rows: Rows) -> None:
-        """Count pages that have become evictable."""
+        """Count and rank pages that have become evictable."""
         self.num_evictable += len(rows)
         self.policy.enter(self.at, rows)
         self.rank_again(rows)
 
     def rank_again(self, rows: Rows) -> None:
-        """Rank pages, which are held unless they are locked, after a change of their uses, hits or priorities."""
+        """Rank pages again after a change of their uses, hits or priorities. The tier has each page, or the page is
+        locked."""
         ranks = self.policy.ranks(self.at, rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         column = self.key if self._ranks is None else self._ranks.rank
@@ -397,7 +405,8 @@ class EvictionOrder(Columns):
             self._moved(rows)
 
     def _before(self, rows: Rows) -> Rows:
-        """Return the page that may be evicted only after each page; `NO_ROW` if there is none."""
+        """Return for each page the previous page of its prompt, which may be evicted only later; `NO_ROW` if there is
+        no such page."""
         return self.table.previous[rows] if self._is_linked else np.full(len(rows), NO_ROW)
 
     def _rank_all(self) -> None:
@@ -450,8 +459,8 @@ class EvictionOrder(Columns):
         return is_before & self._is_evictable(rows)
 
     def _merge_late(self) -> None:
-        """Merge rows into the batch that moved to a position before its end, each after the pages that follow it in
-        prompts."""
+        """Merge into the batch the rows that moved to a position before its end. Each row is placed after the pages
+        that follow it in prompts."""
         late = np.unique(np.concatenate(self._late))
         self._late.clear()
         before = self._before(late)
@@ -462,8 +471,8 @@ class EvictionOrder(Columns):
         self._batch, self._next = self._in_order(rows[self._is_in_batch(rows)]), 0
 
     def _choose_batch(self, num_rows: int) -> bool:
-        """Choose the pages that are evicted first, at least `num_rows` of them if possible. Returns whether there is
-        one."""
+        """Choose a batch of the pages that are evicted first, at least `num_rows` pages if possible. Returns whether
+        the batch has a page."""
         self._end_batch()
         rows = np.flatnonzero(self.is_held & (self.locks == 0))
         if not len(rows):
@@ -476,8 +485,8 @@ class EvictionOrder(Columns):
         return len(batch.rows) > 0
 
     def _in_order(self, rows: Rows, most: int | None = None) -> _Batch:
-        """Return the rows that may be evicted, in order, at least the first `most`. `rows`: unlocked pages of the tier;
-        with each page, they include all pages that are evicted before it."""
+        """Return the rows that may be evicted, in the order of eviction, at least the first `most` rows. `rows`:
+        unlocked pages of the tier; if a page is in `rows`, all pages that are evicted before it are too."""
         classes, keys = self.class_[rows], self.key[rows]
         held = np.flatnonzero(self.is_held | (self.locks > 0))
         before = self._before(held)
@@ -501,7 +510,7 @@ class EvictionOrder(Columns):
         return bool((self._leaves_first(after, before) & (self.locks[after] == 0)).all())
 
     def _leaves_first(self, after: Rows, before: Rows) -> Mask:
-        """Return which pages `after` have a position before that of their previous pages `before`."""
+        """Return which of the pages `after` have a position before the position of their previous pages `before`."""
         classes, keys = self.class_[after], self.key[after]
         above, keys_above = self.class_[before], self.key[before]
         leaves_first: Mask = (classes < above) | ((classes == above) & (keys <= keys_above))
@@ -513,9 +522,9 @@ class EvictionOrder(Columns):
         position = np.full(len(self.key), NO_ROW)
         position[held] = np.arange(len(held))
         up = np.where(before >= 0, position[before], NO_ROW)
-        last = np.full(len(held), len(batch.rows))  # the last position among the page and its followers
+        last = np.full(len(held), len(batch.rows))  # the last position among the page and the pages after it
         last[position[batch.rows]] = np.arange(len(batch.rows))
-        while (is_below := up >= 0).any():  # each round reaches twice as far
+        while (is_below := up >= 0).any():  # each round doubles the number of following pages
             np.maximum.at(last, up[is_below], last[is_below])
             up = np.where(is_below, up[up], NO_ROW)
         last = last[position[batch.rows]]

@@ -1,6 +1,7 @@
-"""Eviction policies over rows: a policy is a function from rows to ranks; the page with the lowest is evicted first.
+"""Eviction policies over rows: a policy is a function from rows to ranks; the page with the lowest rank is evicted
+first.
 
-A custom policy is a `RankPolicy` in a file that imports this one, and an entry in `RANK_POLICIES`.
+A custom policy is a subclass of `RankPolicy` in a new file, and an entry in `RANK_POLICIES`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import numpy.typing as npt
 from hicache.pages.table import Columns, Index, PageTable, Rows
 
 Ranks = npt.NDArray[np.floating[Any]]
-_LEVEL = float(1 << 40)  # above every tick: a hit or a level of priority counts more than the last use
+_LEVEL = float(1 << 40)  # larger than every tick, so that a hit or a level of priority counts more than the last use
 
 
 class Uses(Columns):
-    """Uses of the pages of one tier. Hits and priorities, which are the same on all tiers, are in the table.
+    """Uses of the pages of one tier. The page table has the hits and priorities, which are the same on all tiers.
 
     `last_use`, `created`: ticks of this tier's clock, `created` only if the policy reads it. `uses`, `used_at`,
-    `counted`: columns of the policy `auto`, see `hicache.pages.frequency`; `counted`: the hits that it has counted.
+    `counted`: columns of the policy `auto`, see `hicache.pages.frequency`; `counted`: the number of hits that the
+    policy has counted.
     """
 
     fields: ClassVar = {
@@ -48,19 +50,20 @@ class Uses(Columns):
         return self._now
 
     def note_created(self, rows: Rows) -> None:
-        """Record that consecutive pages are new to the tier, the first one first."""
+        """Record that consecutive pages are new to the tier, the first page of the prompt first."""
         self.created[self.table.span(rows)] = np.arange(self._now + 1, self._now + 1 + len(rows))
         self._now += len(rows)
 
     def note_use(self, at: Index, num_rows: int) -> None:
-        """Record a use of consecutive pages, the first one last: the end of a prompt is evicted first."""
+        """Record a use of consecutive pages. The first page gets the latest tick, so that the end of a prompt is
+        evicted first."""
         self._now += num_rows
         self.last_use[at] = np.arange(self._now, self._now - num_rows, -1.0)
 
 
 class RankPolicy(ABC):
-    """Ranks the pages of one tier. The eviction order reports each event before it calls `ranks`. `generation`: changes
-    when all ranks have changed."""
+    """Ranks the pages of one tier. The eviction order reports each event before it calls `ranks`. `generation`: a
+    number that changes when all ranks have changed."""
 
     generation = 0
     reads_names = False  # whether the policy identifies pages by `PageTable.name`
@@ -71,16 +74,16 @@ class RankPolicy(ABC):
         """Return the rank of each row. The page with the lowest rank is evicted first."""
 
     def enter(self, at: Uses, rows: Rows) -> None:  # noqa: B027
-        """Record that the tier has these unlocked pages, the first pages of a prompt first."""
+        """Record that the tier has the unlocked pages `rows`, the first pages of a prompt first."""
 
     def use(self, at: Uses, rows: Rows) -> None:  # noqa: B027
-        """Record that a request used these unlocked pages, the first pages of a prompt first."""
+        """Record that a request used the unlocked pages `rows`, the first pages of a prompt first."""
 
     def forget(self, at: Uses, rows: Rows, num_evictable: int) -> None:  # noqa: B027
-        """Record that the tier loses these of its `num_evictable` unlocked pages."""
+        """Record that the tier loses the pages `rows`, which are among its `num_evictable` unlocked pages."""
 
     def expect_uses(self, at: Uses, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:  # noqa: B027
-        """Record that requests will use these pages `num_uses` times, at least once."""
+        """Record that requests will use the pages `rows` `num_uses` times, at least once."""
 
     def uses_of(self, at: Uses, rows: Rows) -> Ranks:
         """Return the counted uses of each page, at least 1."""
@@ -97,7 +100,7 @@ class Lru(RankPolicy):
 
 
 class Lfu(RankPolicy):
-    """Evict the least often used page first; of equals, the least recently used."""
+    """Evict the least often used page first; of pages with equal hits, the least recently used page."""
 
     reads_created = False
 
@@ -131,7 +134,7 @@ class Filo(RankPolicy):
 
 
 class Priority(RankPolicy):
-    """Evict the page with the lowest priority first; of equals, the least recently used."""
+    """Evict the page with the lowest priority first; of pages with equal priority, the least recently used page."""
 
     reads_created = False
 
@@ -142,7 +145,7 @@ class Priority(RankPolicy):
 
 
 class Slru(RankPolicy):
-    """Evict pages with one use before pages with several; of both, the least recently used first."""
+    """Evict pages with one use before pages with several uses; in each group, the least recently used page first."""
 
     reads_created = False
     protected_threshold: ClassVar[int] = 2

@@ -1,4 +1,4 @@
-"""The life of a page on the host: which states it has, and the methods that change them.
+"""The life of a page on the host: the states of a page, and the methods that change these states.
 
                    +─ COPY ──+─ complete ──> HELD ── drop ──> (none)
     (none) ─ reserve         +─ abandon ───────────────────> (none)
@@ -6,22 +6,22 @@
                              +─ abandon, disown ───────────> (none)
 
     COPY      a copy from the device writes the page; a prefetch does not read such a page from a store
-    READ      a read from a store writes the page; requests wait for its end, since a store may lose a page that it had
+    READ      a read from a store writes the page; requests cannot use the page until the read has been verified
     HELD      the host has the bytes of the page
-    RAW       the compressed page exceeds one page of the pool, so it is kept uncompressed in two; with COPY or HELD
-    ABOVE     the device has the page as well, which an exclusive tier records of the pages that it has or gets. It
-              evicts these first. The bit stays if the host loses the page, until the device loses it too
+    RAW       the packed page exceeds one page of the pool, so it is kept unpacked in two; with COPY or HELD
+    ABOVE     the device has the page as well. An exclusive host sets this bit on pages that it has or gets, and evicts
+              these pages first. If the host loses the page, the bit stays until the device loses the page too
 
 A row of the page table names a page from the first state to the last, and `table` counts one reference for all states
-of a row together. From a commit to the disk and back, a page goes through these steps:
+of a row. From a commit to the disk and back, a page goes through these steps:
 
     commit      the device has the page; on the host it has no state
     backup      after the commit, or when the device evicts the page, as the write policy says: `reserve(rows, COPY)`
-                reserves a page of the pool and locks the row. The copy ends: `complete` releases the lock
+                reserves a page of the pool and locks the row. When the copy has ended, `complete` releases the lock
     write       soon after the backup, within a budget: `begin_write` locks the page and sets the bit of the disk in
-                `writing`. The disk answers: `written` sets the bit in `stored` and releases the lock
+                `writing`. When the disk has answered, `written` sets the bit in `stored` and releases the lock
     eviction    `ensure_free` takes the page from the eviction order, and `drop` frees the pool page. The host also
-                forgets that the disk has the page. If the page was not written, it is computed again
+                forgets that the disk has the page. A page that no store has is computed again
     lookup      a prefetch asks the disk for the key of the page, because memory has no record of it
     read        `reserve(rows, READ)`, and the prefetch sets the bit of the disk in `source`. The read ends and its
                 bytes are verified: `complete` and `mark_stored`, so that the page is not written to the disk again
@@ -53,8 +53,8 @@ _STEP_PAGES, _STEP_SHARE = 64, 32
 
 
 def step_pages(num_pages: int) -> int:
-    """The number of pages that an exclusive host of `num_pages` loads in one step. During a step both the host and the
-    device have these pages, which is why a load is divided into steps."""
+    """Return the number of pages that an exclusive host of `num_pages` pages loads in one step. During a step, both the
+    host and the device have the pages of the step, so a small step saves host pages."""
     return max(1, min(_STEP_PAGES, num_pages // _STEP_SHARE))
 
 
@@ -74,22 +74,22 @@ class Pool(Protocol):
 
 class TierPages(Columns):
     """The pages of one component (full attention, sliding windows or recurrent states) on the host, by rows of `table`.
-    Owned by the scheduler thread. The replay uses it for a device as well.
+    Owned by the scheduler thread. The replay uses this class for a device as well.
 
     `state`           see the module.
-    `pool_page`       index of its page in the pool, which never allocates page 0.
-    `second_pool_page` index of the second page of a RAW one, else 0.
-    `stored`          bits of the stores that have the page. Eviction clears them. A RAW page gets the bit of a store
-                      that would be next, because no store takes it.
+    `pool_page`       index of the page in the pool, which never allocates page 0.
+    `second_pool_page` index in the pool of the second pool page of a RAW page, else 0.
+    `stored`          bits of the stores that have the page. Eviction clears these bits. A RAW page gets the bit of a
+                      store when the page would be written, because no store takes RAW pages.
     `writing`         bits of the stores to which a write is in flight.
     `source`          bit of the store from which the page was read, until the first load counts it as a hit.
     `expected_uses`   of a page in flight: uses that the eviction policy counts at the end of the transfer. At least 1
 
-    `policy`, `is_linked`: of the eviction order. `on_evict`: called with rows before they are dropped.
+    `policy`, `is_linked`: arguments of the eviction order. `on_evict`: called with rows before these are evicted.
 
-    Sums in pages of the pool: `num_in_flight`, `num_disowned` (of disowned reads). Sums in rows:
-    `num_held`, and of these `num_raw`, `num_raw_evictable` (unlocked) and `num_first_out` (with ABOVE).
-    `num_returned`: rows that lost ABOVE after the host had lost the page: no tier in memory has it now.
+    Sums in pages of the pool: `num_in_flight`, `num_disowned` (pages of disowned reads). Sums in rows: `num_held`, and
+    among the held rows `num_raw`, `num_raw_evictable` (raw and unlocked) and `num_first_out` (with ABOVE).
+    `num_returned`: rows that lost ABOVE after the host had lost the page: no tier in memory has the page now.
     """
 
     fields: ClassVar = {
@@ -144,25 +144,26 @@ class TierPages(Columns):
         return row >= 0 and bool(self.state[row] & HELD)
 
     def has(self, rows: Rows, states: int = HELD) -> Mask:
-        """Return which pages are in one of `states`; `NO_ROW` is in none."""
+        """Return which pages are in one of `states`. `NO_ROW` is in no state."""
         found: Mask = _HAS[states][self.state[rows]]
         return found
 
     def held(self, keys: Sequence[bytes]) -> Rows:
-        """The rows of those pages that the tier has."""
+        """Return the rows of the pages in `keys` that the tier has."""
         rows = self.table.find(keys)
         return rows[self.has(rows)]
 
     def rows_held(self) -> Rows:
-        """All pages that the tier has, in no order."""
+        """Return the rows of all pages that the tier has, in no order."""
         return np.flatnonzero(self.state & HELD)
 
     def num_pool_pages(self, rows: Rows) -> int:
-        """The number of pages of the pool that these pages take."""
+        """Return the number of pages of the pool that the pages `rows` take."""
         return len(rows) + int(np.count_nonzero(self.second_pool_page[rows]))
 
     def pool_pages(self, rows: Rows) -> list[int]:
-        """All pages of the pool that these pages take: that of each row, then the second ones."""
+        """Return all pages of the pool that the pages `rows` take: the first page of each row, then the second
+        pages."""
         second = self.second_pool_page[rows]
         found: list[int] = self.pool_page[rows].tolist() + second[second > 0].tolist()
         return found
@@ -182,13 +183,14 @@ class TierPages(Columns):
     def reserve(self, rows: Rows, state: int, *, hits: Counts | int = 1, priority: Counts | int = 0) -> Rows:
         """Begin a transfer: reserve pool pages for pages that the host lacks. If necessary, other pages are evicted.
 
-        `rows`: in no state, or only ABOVE. `state`: COPY or READ. `hits`, `priority`: what the policies count for each
-        page. Returns the rows that got a page, the first ones, each with one lock, which `complete` or `abandon`
-        releases. The rows behind them get no state, and the table frees those that nothing else refers to. The page in
-        front of each row in its prompt is not evicted for it, unless the device has that page.
+        `rows`: in no state, or only ABOVE. `state`: COPY or READ. `hits`, `priority`: the uses and the priority of each
+        page, for the eviction policies. Returns the rows that got a pool page: the first ones of `rows`, each with one
+        lock, which `complete` or `abandon` releases. The other rows get no state, and the table frees rows without
+        other references. The page before each row in its prompt is not evicted for this transfer, unless the device has
+        that page.
         """
         states, num_free, taken = self.state[rows], self.pool.available(), rows[:0]
-        assert not (states & (IN_FLIGHT | HELD)).any(), "it has a page of the pool already"
+        assert not (states & (IN_FLIGHT | HELD)).any(), "the page has a pool page already"
         before = self.table.previous[rows]
         before = before[self.state[before] & (HELD | ABOVE) == HELD]
         self.table.hold(rows)  # keeps the rows if an eviction below removes their last reference
@@ -212,30 +214,30 @@ class TierPages(Columns):
                 self.table.hits[taken] = hits if isinstance(hits, int) else hits[: len(taken)]
                 self.table.priority[taken] = priority if isinstance(priority, int) else priority[: len(taken)]
         finally:
-            has_reference = states != 0  # of ABOVE
-            has_reference[len(taken) :] = True  # gets no state
+            has_reference = states != 0  # the state ABOVE has a reference already
+            has_reference[len(taken) :] = True  # rows that get no state
             if has_reference.any():
                 self.table.drop(rows[has_reference])
         return taken
 
     def reserve_second(self, rows: Rows) -> Rows:
-        """Reserve second pages for pages in flight that exceed one, and evict pages for them if necessary. Returns the
-        rows that got a page, the first ones; the caller abandons the others."""
+        """Reserve a second pool page for each page in flight that exceeds one, and evict other pages if necessary.
+        Returns the rows that got a second page, the first ones of `rows`; the caller abandons the other rows."""
         taken = rows[: self.ensure_free(len(rows))]
         self.state[taken] |= RAW
         self.second_pool_page[taken] = self._alloc(len(taken))
         return taken
 
     def complete(self, rows: Rows, ok: Mask | None = None) -> Rows:
-        """End the transfer of these pages, and release its locks. `ok`: which pages arrived, by default all. Returns
-        the rows of these; the others are abandoned."""
+        """End the transfer of the pages `rows`, and release its locks. `ok`: which pages arrived, by default all. Pages
+        that did not arrive are abandoned. Returns the rows of the pages that arrived."""
         came = rows if ok is None else rows[ok]
         if ok is not None and len(came) < len(rows):
             self.abandon(rows[~ok])
         if not len(came):
             return came
         states = self.state[came]
-        assert (states & IN_FLIGHT).all(), "nothing brings it"
+        assert (states & IN_FLIGHT).all(), "no transfer of the page is in flight"
         raw = came[states & RAW != 0]
         self.num_in_flight -= len(came) + len(raw)
         self.num_held += len(came)
@@ -253,15 +255,15 @@ class TierPages(Columns):
 
     def abandon(self, rows: Rows) -> None:
         """End the transfer of pages that did not arrive, and free their pages of the pool."""
-        assert self.has(rows, IN_FLIGHT).all(), "it is not in flight"
+        assert self.has(rows, IN_FLIGHT).all(), "the page is not in flight"
         self.num_in_flight -= self.num_pool_pages(rows)
         self.pool.free(self.pool_pages(rows))
         self._end_flight(rows)
 
     def disown(self, rows: Rows) -> list[int]:
-        """End a read without requests, which may still write. The rows lose READ. Returns their pool pages,
-        which stay allocated until `free_disowned`."""
-        assert self.has(rows, READ).all(), "nothing reads it"
+        """End a read for which no request waits, although the reader may still write. The rows lose READ. Returns the
+        pool pages of the rows; these pages stay allocated until `free_disowned`."""
+        assert self.has(rows, READ).all(), "no read of the page is in flight"
         pool_pages: list[int] = self.pool_page[rows].tolist()
         self.num_in_flight -= len(rows)
         self.num_disowned += len(rows)
@@ -276,14 +278,14 @@ class TierPages(Columns):
     # Eviction
 
     def drop(self, rows: Rows) -> None:
-        """Evict these pages, which are held and unlocked."""
+        """Evict the pages `rows`, which the tier has and which are not locked."""
         if self._on_evict is not None:
             self._on_evict(rows)
         self.pool.free(self._drop(rows))
         self._end(rows)
 
     def discard(self, rows: Rows) -> None:
-        """Evict those of these pages that are held, that nothing locks, and that no queued request needs."""
+        """Evict the pages of `rows` that the tier has, that are not locked, and that no queued request needs."""
         rows = rows[self.has(rows)]
         rows = rows[(self.order.locks[rows] == 0) & (self.order.expected[rows] == 0)]
         if len(rows):
@@ -303,17 +305,18 @@ class TierPages(Columns):
         self.order.lock(rows)
 
     def unlock(self, rows: Rows) -> None:
-        """Release one lock. This does not count as a use."""
+        """Release one lock of each page in `rows`. This does not count as a use."""
         self.order.unlock(rows)
         if self.num_raw:
             self.num_raw_evictable += self._num_raw_unlocked(rows)
 
     def use(self, rows: Rows) -> None:
-        """Record that a request which used these held pages has ended. They are consecutive in its prompt."""
+        """Record that a request which used the pages `rows` has ended. The tier has these pages, and they are
+        consecutive in the prompt."""
         self.order.use(rows)
 
     def expect(self, rows: Rows, change: int) -> None:
-        """Add `change` to the number of queued requests that will need these pages."""
+        """Add `change` to the number of queued requests that will need the pages `rows`."""
         if change > 0:
             self.table.hold(rows)
         self.order.expect(rows, change)
@@ -321,27 +324,27 @@ class TierPages(Columns):
             self.table.drop(rows)
 
     def expect_uses(self, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
-        """Announce `num_uses` uses of these pages. Pages that are neither held nor in flight are ignored. Only the
+        """Announce `num_uses` uses of the pages `rows`. Pages that are neither held nor in flight are ignored. Only the
         policy `auto` counts announced uses."""
         rows = rows[self.has(rows, HELD | IN_FLIGHT)]
         self.expected_uses[rows] = np.maximum(self.expected_uses[rows], num_uses)
         self._apply_expected_uses(rows[self.has(rows)])
 
     def end_session(self, rows: Rows) -> None:
-        """Record that the session of these pages has ended: they are evicted before all others, and no store gets
-        them. Pages that are neither held nor in flight are ignored."""
+        """Record that the session of the pages `rows` has ended: the pages are evicted before all other pages, and no
+        store gets them. Pages that are neither held nor in flight are ignored."""
         self.order.end_session(rows[self.has(rows, HELD | IN_FLIGHT)])
 
     def keep_until(self, rows: Rows, until_s: float, limit: float) -> None:
-        """Evict other pages before these until a time, see `EvictionOrder.keep_until`. Pages that are neither held nor
-        in flight are ignored. `limit`: the number of pages that are kept at most."""
+        """Evict other pages before the pages `rows` until the time `until_s`, see `EvictionOrder.keep_until`. Pages
+        that are neither held nor in flight are ignored. `limit`: the maximum number of kept pages."""
         self.order.keep_until(rows[self.has(rows, HELD | IN_FLIGHT)], until_s, limit)
 
     # Pages of the tier above
 
     def came_above(self, rows: Rows) -> None:
-        """Record that the device got these consecutive pages of a prompt, by a load or by computing them. The host
-        evicts its copies first."""
+        """Record that the device got the pages `rows`, consecutive pages of a prompt, by a load or by computing them.
+        The host evicts its copies of these pages first."""
         rows = rows[self.has(rows, HELD | IN_FLIGHT)]
         if not len(rows):
             return
@@ -351,7 +354,7 @@ class TierPages(Columns):
         self.order.set_first_out(rows[self.has(rows)])
 
     def left_above(self, rows: Rows) -> None:
-        """Record that the device has lost these pages."""
+        """Record that the device has lost the pages `rows`."""
         rows = rows[self.has(rows, ABOVE)]
         if not len(rows):
             return
@@ -363,12 +366,12 @@ class TierPages(Columns):
         self._end(rows)
 
     def step_end(self, start: int, end: int, num_needed: int, num_free: int) -> int:
-        """The end of the next step of a load of the pages [start, end) of a prompt, from an exclusive host.
+        """Return the end of the next step of a load of the pages [start, end) of a prompt, from an exclusive host.
 
-        The device evicts pages for the load, and the host has to take them. `num_needed`: pages that the request needs
-        on the device, which has `num_free` free ones. One step loads everything if the host can take all victims: into
-        free pages, or over pages that the device has as well. Otherwise a step fills the free pages of the device, and
-        has at least `step_pages` pages.
+        The device evicts pages for the load, and copies them to the host. `num_needed`: pages that the request needs on
+        the device; `num_free`: free pages of the device. One step loads all pages if the host can take all evicted
+        pages, in free pages or in place of pages that the device has as well. Otherwise a step fills the free pages of
+        the device, and has at least `step_pages` pages.
         """
         if num_free + self.pool.available() + self.num_first_out >= num_needed:
             return end
@@ -377,29 +380,30 @@ class TierPages(Columns):
     # Stores
 
     def lacking(self, rows: Rows, store_bit: int) -> Mask:
-        """Return which pages a store should get: held, neither stored nor being written there, and of a session that
-        has not ended."""
+        """Return which pages should be written to a store: the tier has the page, the store neither has nor is getting
+        it, and the session of the page has not ended."""
         known = (self.stored[rows] | self.writing[rows]) & store_bit
         is_held = self.state[rows] & HELD != 0
         lacking: Mask = is_held & (known == 0) & ~self.order.has_ended[rows]
         return lacking
 
     def begin_write(self, rows: Rows, store_bit: int) -> None:
-        """Begin to write these held pages to a store, and lock them until `written`."""
+        """Begin to write the held pages `rows` to a store, and lock these pages until `written`."""
         assert (self.state[rows] & HELD).all()
         assert not (self.writing[rows] & store_bit).any()
         self.writing[rows] |= store_bit
         self.lock(rows)
 
     def written(self, rows: Rows, ok: Mask, store_bit: int) -> None:
-        """Record the answer of a store, and release the locks. `ok`: which pages it has stored."""
-        assert (self.writing[rows] & store_bit).all(), "it was not on its way"
+        """Record the answer of a store to a write, and release the locks. `ok`: which pages the store has stored."""
+        assert (self.writing[rows] & store_bit).all(), "no write of the page is in flight"
         self.writing[rows] &= ~np.uint8(store_bit)
         self.stored[rows[ok]] |= store_bit
         self.unlock(rows)
 
     def take_sources(self, rows: Rows, stores: Iterable[Store]) -> Counter[Store]:
-        """The number of pages of a load that were read from each store. A page is counted for its first load only."""
+        """Return the number of pages of a load that were read from each store. A page is counted for its first load
+        only."""
         sources = self.source[rows]
         if not sources.any():
             return Counter()
@@ -407,14 +411,15 @@ class TierPages(Columns):
         return Counter({store: int(np.count_nonzero(sources == store.bit)) for store in stores})
 
     def mark_stored(self, rows: Rows, store_bit: int | npt.NDArray[np.uint8]) -> None:
-        """Record that a store shall not get these pages: it has these, or they are RAW, which no store takes."""
+        """Record that the pages `rows` need not be written to a store, because the store has them, or because they are
+        RAW and no store takes RAW pages."""
         self.stored[rows] |= store_bit
 
     # Proof
 
     def check(self, locks: npt.NDArray[np.int32] | None = None) -> None:
-        """Raise `InvariantError` unless pages, sums, states and locks agree. `locks`: the expected locks of each row,
-        if they are known."""
+        """Raise `InvariantError` unless pages, sums, states and locks agree. `locks`: the expected number of locks of
+        each row, if known."""
         found = self.table.violations() + self.order.violations()
         state, in_use = self.state, np.flatnonzero(self.state & (IN_FLIGHT | HELD))
         pool_pages = np.concatenate((self.pool_page[in_use], self.second_pool_page[in_use]))
@@ -445,7 +450,7 @@ class TierPages(Columns):
         if not np.array_equal(self.second_pool_page > 0, state & RAW != 0):
             found.append("a page that is not raw has a second pool page")
         if not np.array_equal(self.order.is_first_out, state & (HELD | ABOVE) == HELD | ABOVE):
-            found.append("the order knows of other pages that the tier above has")
+            found.append("the eviction order and the states disagree about the pages that the device has")
         if self.order.locks[state & (HELD | IN_FLIGHT) == 0].any():
             found.append("a page is locked that the tier lacks")
         if self.writing[state & HELD == 0].any():
@@ -476,7 +481,7 @@ class TierPages(Columns):
         return self.pool.available()
 
     def _drop(self, rows: Rows) -> list[int]:
-        assert self.has(rows).all() and not self.order.locks[rows].any(), "somebody needs it"
+        assert self.has(rows).all() and not self.order.locks[rows].any(), "the page is locked, or the tier lacks it"
         pool_pages = self.pool_pages(rows)
         num_raw = int(np.count_nonzero(self.second_pool_page[rows]))
         self.num_held -= len(rows)
@@ -490,7 +495,7 @@ class TierPages(Columns):
         return pool_pages
 
     def _end_flight(self, rows: Rows) -> None:
-        """Reset the columns of pages that did not arrive. Their pages of the pool stay allocated."""
+        """Reset the columns of pages that did not arrive. The pool pages of these pages stay allocated."""
         self.order.end_keeps(rows)
         self.order.locks[rows] -= 1
         self.state[rows] &= ABOVE
@@ -499,7 +504,7 @@ class TierPages(Columns):
         self._end(rows)
 
     def _end(self, rows: Rows) -> None:
-        """Drop the reference of the states to those of these rows that are in no state now."""
+        """Drop the reference that a row has while it is in a state, for the rows that are in no state now."""
         self.table.drop(rows[self.state[rows] == 0])
 
     def _num_raw_unlocked(self, rows: Rows) -> int:

@@ -1,8 +1,8 @@
 """The page table: one row for each page that is in memory or in a transfer.
 
-A row keeps its number from the first request for the page until no part refers to it. So a lease, a copy, a read and a
-waiting request each refer to their pages by an array of row numbers. Columns are numpy arrays. Each part that stores a
-property of pages has its own columns, which grow with the table.
+A row keeps its number from the first request for the page until no part of the engine refers to the row. So leases,
+copies, reads and waiting requests refer to pages by arrays of row numbers. Columns are numpy arrays. Each class that
+stores a property of pages has its own columns, which grow with the table.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Names = npt.NDArray[np.uint64]
 NO_ROW = -1
 NO_ROWS: Rows = np.empty(0, np.int64)
 _LEAST_ROWS = 64
-_RUN_ROWS = 256  # rows of a path that are examined in one numpy call
-_NAME = "S8"  # numpy type of the part of a key that is its name
+_RUN_ROWS = 256  # number of rows of a path that are examined in one numpy call
+_NAME = "S8"  # numpy type of the first bytes of a key, the name of the page
 
 
 def names_of(keys: Sequence[bytes]) -> Names:
-    """Return the first eight bytes of each key as a number, uint64 `[keys]`. If two pages have the same name, only
-    their estimated uses are wrong."""
+    """Return the first eight bytes of each key as a number, uint64 `[keys]`. If two pages have the same name, only the
+    estimated uses of these pages are wrong."""
     return np.array(keys, _NAME).view(">u8").astype(np.uint64)
 
 
 class Columns:
     """Arrays with one entry per row. `fields`: the type of each column, and its value in free rows. `unclean`: columns
-    that `clear` does not reset, because their owners set them for each new page or reset them."""
+    that `clear` does not reset, because their owner resets them, or sets them for each new page."""
 
     fields: ClassVar[dict[str, tuple[Any, Any]]]
     unclean: ClassVar[frozenset[str]] = frozenset()
@@ -44,7 +44,7 @@ class Columns:
         """Grow the columns to at least `num_rows` rows."""
         self._to_clear = list[tuple[npt.NDArray[Any], Any]]()
         for name, (dtype, empty) in self.fields.items():
-            # The system allocates memory for zeros when they are written.
+            # The operating system allocates the memory of zeros only when it is written.
             column = np.zeros(num_rows, dtype) if empty == 0 else np.full(num_rows, empty, dtype)
             before = vars(self).get(name)
             if before is not None:
@@ -60,24 +60,25 @@ class Columns:
 
 
 class Seen(Columns):
-    """The rows that a walk has seen: their `age`; for other rows 0, or the age of an earlier page."""
+    """Marks the rows that a walk has seen. `age`: the age of a row that was seen; for other rows 0, or the age of an
+    earlier page in the row."""
 
     fields: ClassVar = {"age": (np.int64, 0)}
     age: npt.NDArray[np.int64]
 
 
 class PageTable(Columns):
-    """The rows of pages, by page key if they have one. Owned by the scheduler thread.
+    """The rows of pages, by page key if the page has a key. Owned by the scheduler thread.
 
     `index`          index of the page in its prompts, from 0
-    `previous`       row of the page before it, if a request named both
-    `age`            a number that no other row has or had; the newest row has the highest
-    `name`           see `names_of`
+    `previous`       row of the previous page in its prompts, if a request named both pages
+    `age`            a number that no other row has or had; the newest row has the highest number
+    `name` the first eight bytes of the page key, see `names_of`
     `keys`           the page key; None until a host tier, store or event needs it
     `hits`           requests that used the page in memory
-    `priority`       the highest priority of a request that used it
-    `refs`           references to the row: tiers that have the page or to which it is in flight, calls of `hold`, and
-                     rows that follow it
+    `priority`       the highest priority of a request that used the page
+    `refs`           references to the row: tiers that have the page or to which the page is in flight, calls of
+                     `hold`, and rows that follow the row
 
     Each column has one additional entry for `NO_ROW`, which reads as a free row. `num_rows`: initial capacity, for
     example the pages of all tiers; the table doubles when it is full.
@@ -107,13 +108,13 @@ class PageTable(Columns):
     def __init__(self, num_rows: int = _LEAST_ROWS) -> None:
         self._parts: list[Columns] = [self]
         self._row_of: dict[bytes, int] = {}
-        self.numbers = NO_ROWS  # all rows in order; a view of it is known to be consecutive
+        self.numbers = NO_ROWS  # 0, 1, 2, ...: a slice of this array holds consecutive rows
         self._free, self._first_free = NO_ROWS, 0  # a stack: free rows from an index to the end
         self._num_rows = self._last_age = 0
         self._grow_to(num_rows)
 
     def __len__(self) -> int:
-        """The number of rows in use, including rows that were only named."""
+        """The number of rows in use, including rows of pages that no tier has."""
         return self._first_free
 
     def __contains__(self, key: bytes) -> bool:
@@ -125,7 +126,8 @@ class PageTable(Columns):
         self._parts.append(part)
 
     def span(self, rows: Rows) -> Index:
-        """Return the rows as a numpy index: a slice if they are consecutive, which is several times as fast."""
+        """Return the rows as a numpy index. If the rows are consecutive, the index is a slice, which is several times
+        as fast."""
         num_rows = len(rows)
         if num_rows < self.many:
             return rows
@@ -141,7 +143,7 @@ class PageTable(Columns):
         return np.array([*map(self._row_of.get, keys, repeat(NO_ROW))], np.int64)
 
     def known(self, keys: Sequence[bytes]) -> Rows:
-        """Return the rows of the pages that have one."""
+        """Return the rows of the pages in `keys` that have a row."""
         rows = self.find(keys)
         return rows[rows >= 0]
 
@@ -186,12 +188,13 @@ class PageTable(Columns):
         return self._new(self.numbers[index : index + num_pages] if is_short else np.arange(index, index + num_pages))
 
     def set_keys(self, rows: Rows, keys: Sequence[bytes]) -> None:
-        """Set the keys of rows that have none."""
+        """Set the keys of rows that have no key."""
         self.keys[rows] = keys
         self._row_of.update(zip(keys, rows.tolist(), strict=True))
 
     def link(self, rows: Rows, previous: int = NO_ROW) -> None:
-        """Record that the pages of these rows are consecutive in a prompt, the first after that of `previous`."""
+        """Record that the pages `rows` are consecutive in a prompt, and that the first one follows the page
+        `previous`."""
         if not len(rows):
             return
         before = np.empty_like(rows)
@@ -202,7 +205,7 @@ class PageTable(Columns):
             self.refs[before[unknown]] += 1  # each row occurs once
 
     def link_new(self, rows: Rows, previous: int = NO_ROW) -> None:
-        """Link new rows, which have neither links nor references, in the same way."""
+        """Link rows as `link` does, if the rows are new: without links and references."""
         at = self.span(rows) if len(rows) >= self.many else rows
         if isinstance(at, slice):
             self.previous[at.start + 1 : at.stop] = rows[:-1]
@@ -215,8 +218,8 @@ class PageTable(Columns):
             self.refs[previous] += 1
 
     def with_paths(self, rows: Rows, seen: Seen) -> Rows:
-        """Return rows with the rows of all known pages before them, in the order of each prompt, without rows that are
-        in `seen`."""
+        """Return `rows` and the rows of all known pages before them in their prompts, in the order of each prompt. Rows
+        that are in `seen` are left out."""
         new = rows[seen.age[rows] != self.age[rows]]
         is_path = bool((self.previous[new[1:]] == new[:-1]).all())  # then only the first row has other rows before it
         num_walked = min(1, len(new)) if is_path else len(new)
@@ -243,11 +246,11 @@ class PageTable(Columns):
         return np.concatenate((np.array(found, np.int64), rest))
 
     def hold(self, rows: Rows) -> None:
-        """Keep these rows, even if all tiers lose their pages, until `drop`."""
+        """Keep `rows` until `drop`, even if all tiers lose the pages of these rows."""
         self.refs[self.span(rows) if len(rows) >= self.many else rows] += 1
 
     def drop(self, rows: Rows) -> None:
-        """Undo one `hold`."""
+        """Undo one call of `hold` for `rows`, and free the rows that have no references now."""
         at = self.span(rows) if len(rows) >= self.many else rows
         refs = self.refs[at] - 1
         self.refs[at] = refs
@@ -263,12 +266,12 @@ class PageTable(Columns):
         cut = self.previous[at]
         is_start = np.ones(len(needless), np.bool_)
         is_start[1:] = cut[1:] != needless[:-1]
-        cut = cut[is_start]  # the only follower of a needless row is the next one of `needless`
+        cut = cut[is_start]  # the only row that follows a needless row is the next row of `needless`
         unneeded = list[int]()
         for last in cut[cut >= 0].tolist():
             before = last
             self.refs[before] -= 1
-            while not self.refs[before]:  # a row to which only following rows referred
+            while not self.refs[before]:  # a row to which only rows after it referred
                 unneeded.append(before)
                 before = int(self.previous[before])
                 if before < 0:
@@ -289,8 +292,8 @@ class PageTable(Columns):
         self._free[self._first_free : self._first_free + len(freed)] = freed
 
     def _needless(self, rows: Rows) -> Rows:
-        """Return the rows without references; a reference of the next row of `rows` does not count if that row has none
-        either."""
+        """Return the rows without references. The reference from the next row of `rows` does not count if this next row
+        has no references."""
         at = self.span(rows) if len(rows) >= self.many else rows
         if not (ages := self.age[at]).all():
             at = rows = rows[ages > 0]
@@ -305,7 +308,7 @@ class PageTable(Columns):
         return rows[is_needless]
 
     def sweep(self) -> None:
-        """Free all rows without references. A call that raised may have left such rows."""
+        """Free all rows without references, which a call that raised may have left."""
         self.forget(np.flatnonzero(self.refs == 0))
 
     def violations(self) -> list[str]:
@@ -321,13 +324,13 @@ class PageTable(Columns):
         if len(used) != len(self) or np.isin(self._free[self._first_free :], used).any():
             found.append(f"{len(used)} rows are used, {len(self)} were counted")
         if row_of != self._row_of:
-            found.append("a key has another row than the row says")
+            found.append("a key belongs to a row that has another key")
         if (self.refs[used] < 1).any():
-            found.append("a row is kept that nothing needs")
+            found.append("a row without references is not free")
         return found
 
     def _new(self, indices: Rows) -> Rows:
-        """Rows of pages at `indices` of their prompts, the last one the youngest."""
+        """Return new rows for pages at `indices` of their prompts. The last row is the youngest."""
         num_rows = len(indices)
         if self._first_free + num_rows > self._num_rows:
             self._grow_to(max(self._num_rows + num_rows, 2 * self._num_rows))

@@ -1,12 +1,12 @@
-"""The radix tree: the prefixes on the device, their locks, and their eviction.
+"""The radix tree: the prefixes on the device, with their locks and their eviction.
 
 A node has rows of the page table. All other properties of its pages are columns: one `DevicePages` per component. The
-tree calls no other part: an insertion returns the slots that the tree already had, an eviction returns the slots and
-states to free, and the caller frees them. Scheduler thread only.
+tree calls no other part of the engine: an insertion returns the slots that the tree already had, an eviction returns
+the slots and states that the caller frees. Scheduler thread only.
 
-Invariants after every call, which `check()` verifies: the device has all pages of all nodes, so it has a prefix of
-every path. A page with a window or state also has its slots, and they are locked if the window or state is. For each
-component, evictable + protected = size on the device.
+Invariants after every call, which `check()` verifies: the device has all pages of all nodes, so the device has a prefix
+of every path. A page with a window or state also has its full slots, and the full slots are locked if the window or
+state is locked. For each component, evictable + protected = size on the device.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ Expectation = Mapping[Component, Rows]
 
 
 class RadixTree(Columns):
-    """The prefix tree of the device, see the module. `page_size`: tokens of a page. Prompts of different namespaces
-    share no pages.
+    """The prefix tree of the device; the module's docstring has its invariants. `page_size`: tokens of a page. Prompts
+    of different namespaces share no pages.
 
     `components`: all components except FULL. `policy`: the eviction order of every component. `events`: a log of the
-    pages that the tree adds and removes; it requires their keys. `is_below`: whether a tier below has the window or
-    state that the last page of a leaf lacks, so that a match may end in the leaf. `has_lower_tier`: evicted pages go to
-    a tier below, so that a match may continue there behind any leaf. `below`: the full pages of a tier below, in whose
-    table a page has one row for both tiers; None: the tree has its own table, and computes keys only on demand.
+    pages that the tree adds and removes; with events, each page has a key. `is_below`: returns whether a tier below has
+    the window or state that the last page of a leaf lacks, so that a match may end in the leaf. `has_lower_tier`:
+    evicted pages go to a tier below, so that a match may continue on that tier after any leaf. `below`: the full pages
+    of the tier below; both tiers use its table, with one row for a page. None: the tree has its own table, and computes
+    keys only on demand.
 
-    `node`: number of the node that a row of the device lies in, else -1. `pages`: the pages of each component on the
-    device.
+    `node`: for each row, the number of the node with this row; -1 for a row that the device lacks. `pages`: the pages
+    of each component on the device.
     """
 
     fields: ClassVar = {"node": (np.int64, -1)}
@@ -93,7 +94,7 @@ class RadixTree(Columns):
         self._new_node, self._is_below, self._has_lower_tier = node_type, is_below, has_lower_tier
         self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)))
         self._nodes = dict[int, TreeNode]()
-        self._path = self.root, 0, NO_ROWS  # the path that was joined last: its node, its length and its rows
+        self._path = self.root, 0, NO_ROWS  # the path that was joined last: its last node, its tokens and its rows
 
     # Questions
 
@@ -131,7 +132,7 @@ class RadixTree(Columns):
         if len(self.components) == 1:
             return match.full_len
         page, held = self.page_size, {name: pages.has(match.rows) for name, pages in self.pages.items()}
-        # The index of the last page up to each page that the device has.
+        # For each page: the index of the last page, up to and including this page, that the device has.
         last = {name: np.maximum.accumulate(np.where(has, np.arange(len(has)), -1)) for name, has in held.items()}
 
         def gap(component: TreeComponent, start: int, end: int) -> int | None:
@@ -142,8 +143,8 @@ class RadixTree(Columns):
         return last_end(self.components[1:], match.full_len, 0, gap)
 
     def to_protect(self, name: Component, match: Match, end: int, length: int) -> int:
-        """Return the size of the evictable pages of a component that a lock at token `end` of a match would protect,
-        for a prefix of `length` tokens."""
+        """Return the tokens or states in evictable pages of a component that would be locked by a lock at token `end`
+        of a match, for a prefix of `length` tokens."""
         component, pages = self._by_name[name], self.pages[name]
         rows = match.rows[component.first_required(length) // self.page_size : end // self.page_size]
         return int(np.count_nonzero(pages.order.is_held[rows] & (pages.order.locks[rows] == 0))) * pages.size
@@ -158,7 +159,7 @@ class RadixTree(Columns):
             rows = _joined(self._pieces(node, start))
         else:
             rows = np.concatenate((rows, node.rows)) if num_tokens else node.rows
-        if not start:  # no split changes the path to the end of a node
+        if not start:  # a split of a node does not change the rows of a path
             self._path = node, node.depth_tokens, rows
         return rows
 
@@ -183,7 +184,7 @@ class RadixTree(Columns):
         return found
 
     def nodes_of(self, rows: Rows) -> dict[TreeNode, int]:
-        """Return the nodes of these rows, in the order of their first rows, with the number of rows in each."""
+        """Return the nodes of `rows`, in the order of their first rows, with the number of rows in each node."""
         if len(rows) == 1:
             return {self.node_of(rows[0]): 1}
         if not len(rows):
@@ -248,11 +249,13 @@ class RadixTree(Columns):
         donated: Mapping[Component, torch.Tensor] | None = None,
         keys: Sequence[bytes] = (),
     ) -> Inserted:
-        """Add complete pages `tokens` after `parent`, without locks. `value`: their slots, which are copied.
+        """Add complete pages `tokens` after `parent`, without locks. `value`: the slots of the tokens; the tree copies
+        this tensor.
 
         Stops before a page that a load in flight writes, because the load may fail (`Inserted.accepted_len`).
-        `window_from`: tokens from there on have window slots mapped to their slots; nodes end there. `donated`: values
-        at the end of `tokens`, like a recurrent state, see `attach`. `keys`: known keys of the first pages.
+        `window_from`: tokens from this position on have window slots mapped to their slots; nodes end at this position.
+        `donated`: values at the end of `tokens`, like a recurrent state, see `attach`. `keys`: known keys of the first
+        pages.
         """
         page, raw, node, pos = self.page_size, bytes_of(tokens), parent, 0
         existing, gained, adopted = list[Rows](), list[Rows](), list[tuple[int, int]]()
@@ -292,7 +295,8 @@ class RadixTree(Columns):
         return Inserted(node, _joined(gained), slots, tuple(adopted), pos, attached)
 
     def withdraw(self, inserted: Inserted) -> None:
-        """Undo an insertion whose pages are not locked yet. Its values belong to the caller again. Splits stay."""
+        """Undo an insertion whose pages are not locked yet. The inserted values belong to the caller again. Nodes that
+        were split stay split."""
         rows = self.path_rows(inserted.node, inserted.node.depth_tokens - inserted.accepted_len)
         for name in inserted.attached:
             self.pages[name].leave(rows[-1:])
@@ -302,7 +306,8 @@ class RadixTree(Columns):
 
     def attach(self, node: TreeNode, name: Component, value: torch.Tensor) -> bool:
         """Attach a value `[1]` of a component to the end of `node`, for example a state that has consumed exactly the
-        tokens up to there. Returns False if the node has a value already; then `value` still belongs to the caller."""
+        tokens up to this end. Returns False if the node has a value already; `value` then still belongs to the
+        caller."""
         pages, end = self.pages[name], node.rows[-1:]
         if pages.has(end).all():
             return False
@@ -310,7 +315,7 @@ class RadixTree(Columns):
         return True
 
     def split(self, lower: TreeNode, at: int) -> TreeNode:
-        """Cut `lower` after its first `at` tokens; returns the new node above it.
+        """Divide the node `lower` after its first `at` tokens. Returns the new node above `lower`.
 
         [0, at)    the upper node
         [at, end)  `lower`: a reference to the end of a node stays valid
@@ -335,7 +340,7 @@ class RadixTree(Columns):
             pages.lock(self.path_rows(node, component.lock_from(node, ahead)))
 
     def unlock(self, node: TreeNode, ahead: int = 0) -> None:
-        """Release one lock. This does not count as a use, see `touch`."""
+        """Release one lock of the prefix up to `node`. This does not count as a use, see `touch`."""
         if node.parent is None:
             return
         for component, pages in reversed(self._others):
@@ -343,8 +348,8 @@ class RadixTree(Columns):
         self._full.unlock(self.path_rows(node))
 
     def move_lock(self, old: TreeNode, new: TreeNode, ahead: int = 0) -> None:
-        """Move a lock from `old`, with `ahead`, to `new`, which continues the prefix. Only the pages between the two
-        change."""
+        """Move a lock from `old`, with `ahead`, to `new`, which continues the prefix. Only the locks of pages between
+        the two nodes change."""
         left = max(0, ahead + old.depth_tokens - new.depth_tokens)
         if old.parent is None or new.parent is None:
             self.lock(new, left)
@@ -368,31 +373,34 @@ class RadixTree(Columns):
         return found
 
     def expect(self, expectation: Expectation) -> None:
-        """Evict these pages after the pages that no queued request needs, until `forget`. This is no lock."""
+        """Evict these pages only after all pages that no queued request needs, until `forget`. The pages are not
+        locked."""
         for name, rows in expectation.items():
             self.table.hold(rows)
             self.pages[name].order.expect(rows, 1)
 
     def forget(self, expectation: Expectation) -> None:
-        """Undo one `expect`."""
+        """Undo one call of `expect` with the same pages."""
         for name, rows in expectation.items():
             self.pages[name].order.expect(rows, -1)
             self.table.drop(rows)
 
     def expect_uses(self, node: TreeNode, num_uses: int) -> None:
-        """Announce `num_uses` requests for the prefix that ends with `node`. Only the policy `auto` counts them."""
+        """Announce `num_uses` requests for the prefix that ends with `node`. Only the policy `auto` counts announced
+        requests."""
         rows = self.path_rows(node)
         for pages in self.pages.values():
             pages.order.expect_uses(pages.held(rows), num_uses)
 
     def end_session(self, rows: Rows) -> None:
-        """Evict these pages of an ended session first until a request uses them."""
+        """Evict the pages `rows` of an ended session first, until a request uses them."""
         for pages in self.pages.values():
             pages.order.end_session(pages.held(rows))
 
     def keep(self, node: TreeNode, until_s: float, limits: Mapping[Component, float]) -> None:
-        """Evict the values that the prefix ending with `node` needs after plain ones until a deadline. This is no lock.
-        `limits`: sizes that each component keeps at most, see `EvictionOrder.keep_until`."""
+        """Until the deadline `until_s`, evict the values of the prefix that ends with `node` after values without a
+        hint. The values are not locked. `limits`: the maximum tokens or states that each component keeps, see
+        `EvictionOrder.keep_until`."""
         for name, pages in self.pages.items():
             rows = pages.held(self.required_rows(name, node))
             pages.order.keep_until(rows, until_s, limits[name] / pages.size)
@@ -403,8 +411,8 @@ class RadixTree(Columns):
             pages.order.expire(now_s)
 
     def begin_use(self, rows: Rows, *, is_new: bool = True) -> None:
-        """Record that a request, which has locked these pages, begins to use them: their sessions are open again.
-        `is_new`: the request was not counted before."""
+        """Record that a request, which has locked the pages `rows`, begins to use them. A session that had ended is
+        open again. `is_new`: the request was not counted before."""
         self.table.hits[rows] += is_new
         for pages in self.pages.values():
             if pages.order.has_ended[rows].any():
@@ -412,14 +420,15 @@ class RadixTree(Columns):
 
     def touch(self, node: TreeNode) -> None:
         """Record in the eviction orders that a request used the prefix that ends with `node`. The first windows of a
-        node are evicted first: no match at its end needs them."""
+        node are evicted first, because a match at the end of the node does not need them."""
         self._full.use(self.path_rows(node))
         for component, pages in self._others:
             pieces = self._pieces(node, component.required_from(node))
             pages.use(_joined([piece[::-1] for piece in pieces]))
 
     def raise_priority(self, node: TreeNode, priority: int) -> None:
-        """Raise the priority of the prefix that ends with `node` to that of a request that uses it."""
+        """Raise the priority of the prefix that ends with `node` to `priority`, the priority of a request that uses the
+        prefix."""
         rows = self.path_rows(node)
         lower = rows[self.table.priority[rows] < priority]
         if len(lower):
@@ -432,10 +441,11 @@ class RadixTree(Columns):
     def evict(self, rows: Rows, name: Component) -> list[Released]:
         """Evict unlocked pages of a component from the device. Returns all evicted values, which the caller frees.
 
-        Pages of FULL must be at the ends of leaves, the last page first, and lose all their values. If no match can end
-        in the last page of a leaf any more, the page is removed, and so on with the page before it.
+        Pages of FULL must be at the ends of leaves, the last page first; these pages lose the values of all components.
+        If no match can end in the last page of a leaf any more, this page is removed. The same rule then applies to the
+        page before it.
         """
-        assert not self.pages[name].order.locks[rows].any(), "evicted what is locked"
+        assert not self.pages[name].order.locks[rows].any(), "evicted a locked page"
         released, nodes = list[Released](), self.nodes_of(rows)
         if name == FULL:
             for node, num_pages in nodes.items():
@@ -447,22 +457,22 @@ class RadixTree(Columns):
         return released
 
     def detach(self, rows: Rows, name: Component) -> Released:
-        """Remove the values of one component from these pages, which may be locked, and return them."""
+        """Remove the values of one component from the pages `rows`, which may be locked, and return the values."""
         pages = self.pages[name]
         released = Released(name, pages.value(rows), len(rows) * pages.size)
         pages.leave(rows)
         return released
 
     def remove(self, rows: Rows) -> list[Released]:
-        """Remove the nodes of pages `rows`, which may be locked. No other nodes follow them. Locks on them are released
-        as usual, because a removed node keeps its parent and its rows."""
+        """Remove the nodes of pages `rows`, which may be locked. No other nodes follow these nodes. Their locks are
+        released as usual, because a removed node keeps its parent and its rows."""
         released = list[Released]()
         for node in reversed(self.nodes_of(rows)):
             self._cut(node, len(node.rows), released)
         return released
 
     def check(self) -> None:
-        """Raise `InvariantError` with every violation of the rules above."""
+        """Raise `InvariantError` with every violation of the invariants in the module's docstring."""
         found = list[str]()
         for node in self.nodes():
             found += self._violations(node)
@@ -473,13 +483,13 @@ class RadixTree(Columns):
             found.append("the device has other pages than the nodes name")
         full = self._full.order
         if not np.array_equal(np.flatnonzero(self.node >= 0), self._full.rows_held()):
-            found.append("a row lies in a node that the tree has lost")
+            found.append("a row names a node that is not in the tree")
         for name, pages in self.pages.items():
             found += [f"{name}: {violation}" for violation in pages.order.violations()]
             if pages.num_held != np.count_nonzero(pages.order.is_held):
                 found.append(f"{name}: {pages.num_held} pages were counted, {len(pages.rows_held())} are held")
             if (pages.order.is_held & ~full.is_held).any():
-                found.append(f"{name}: a page is held whose slots are not")
+                found.append(f"{name}: a page has a value but no full slots")
             if (pages.order.locks > full.locks)[full.is_held].any():
                 found.append(f"{name}: a page has more locks than its slots have")
         if found:
@@ -534,7 +544,7 @@ class RadixTree(Columns):
         return node
 
     def _adopt(self, rows: Rows) -> Iterator[tuple[int, int]]:
-        """Attach windows to the pages that lack them. Yields these pages as intervals."""
+        """Give a window to each page of `rows` that has none. Yields these pages as intervals of indices in `rows`."""
         assert self._windows is not None
         lacks = np.concatenate(([False], ~self._windows.has(rows), [False]))
         bounds = np.flatnonzero(lacks[1:] != lacks[:-1]).tolist()
@@ -576,7 +586,8 @@ class RadixTree(Columns):
         self.table.drop(rows)
 
     def _prune(self, node: TreeNode | None, released: list[Released]) -> None:
-        """Remove the end of `node`, and then of its parents, if it is an unlocked leaf that no match can end in."""
+        """Remove the end of `node` if the node is an unlocked leaf in which no match can end. Then do the same for its
+        parents."""
         if self._has_lower_tier or len(self.components) == 1:
             return
         while node is not None and node.parent is not None and not node.children:
@@ -592,7 +603,7 @@ class RadixTree(Columns):
     def _num_dead(self, leaf: TreeNode) -> int:
         """Return the number of unlocked pages at the end of a leaf in which no match can end or continue.
 
-        A backup that the host lacks capacity for locks only the first pages of a leaf.
+        If the host lacks capacity for a backup of a complete leaf, the backup locks only the first pages of the leaf.
         """
         num_unlocked = len(leaf.rows) - int(np.count_nonzero(self._full.order.locks[leaf.rows]))
         if not num_unlocked:
@@ -641,8 +652,9 @@ def _joined(pieces: Sequence[Rows]) -> Rows:
 
 
 def _names(tokens: Tokens, first: np.uint64, index: int) -> npt.NDArray[np.uint64]:
-    """Return names of pages by their first tokens; the first page has the index `index` and follows a page named
-    `first`. Equal names of different prefixes are rare, and only add up their uses."""
+    """Return names of pages, computed from the first token of each page. The first page has the index `index` and
+    follows a page named `first`. Equal names of different prefixes are rare; the uses of these prefixes are then added
+    up."""
     mixed = tokens.astype(np.uint64) + np.arange(index, index + len(tokens), dtype=np.uint64) * _NAME_FACTORS[0]
     mixed = (mixed ^ (mixed >> np.uint64(32))) * _NAME_FACTORS[1]
     names: npt.NDArray[np.uint64] = first + np.cumsum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64)

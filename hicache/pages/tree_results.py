@@ -12,10 +12,10 @@ from hicache.tiers import Component
 
 
 class Match(NamedTuple):
-    """The longest prefix whose full pages are on the device: the `rows` of its pages, and their `nodes` from the root
-    on.
+    """The longest prefix whose full pages are on the device. `rows`: the rows of its pages; `nodes`: the nodes of these
+    pages, from the root on.
 
-    `RadixTree.usable_len` returns how much of it all components can use.
+    `RadixTree.usable_len` returns the length of the part of a match that all components can use.
     """
 
     namespace: str
@@ -27,9 +27,9 @@ class Match(NamedTuple):
 class Inserted(NamedTuple):
     """The result of an insertion of tokens with slots; `node` ends after the last token that the tree has.
 
-    [0, len(existing))              the tree had them in slots `existing`, which replace the offered ones
-    [len(existing), accepted_len)   the tree took them, as the pages `gained`
-    [accepted_len, offered)         refused, because a load is in flight
+    [0, len(existing))              the tree had these tokens in slots `existing`, which replace the offered slots
+    [len(existing), accepted_len)   the tree added these tokens, as the pages `gained`
+    [accepted_len, offered)         refused, because a load in flight writes the first of these pages
 
     `adopted`: intervals of existing pages that got windows by the insertion. The caller maps the window slots of the
     offered slots to `existing` before it frees the offered slots. `attached`: components whose donated values the tree

@@ -1,7 +1,8 @@
-"""Writes to a store: which pages of a tier it gets next, within a write budget. Used by engine and replay.
+"""Writes to a store: the choice of the pages that the store gets next, within a write budget. Used by engine and
+replay.
 
-A store gets the rows that are HELD and have neither its bit of `writing` nor its bit of `stored`. It gets no pages of
-ended sessions and no raw pages. The mode of the store determines which of these rows are written next:
+A store gets the rows that are HELD and have neither the store's bit of `writing` nor its bit of `stored`. A store gets
+no pages of ended sessions and no raw pages. The mode of the store determines which of these rows are written next:
 
     EARLY     pages that arrived, in order of arrival
     COLD      the colder half of the tier: pages in the order of eviction, each after the pages before it in its prompt,
@@ -20,9 +21,9 @@ An event takes the store to the next mode:
     | DRAIN    | DRAIN | DRAIN | queue_all |
     | RESUME   | DRAIN | EARLY |           |
 
-All other events leave the mode. SPENT: pages wait, and a quarter of the bucket is spent or the next page exceeds the
-rest. REFILLED: the bucket is full. Pages are chosen in rounds. A round begins when the store has answered for the
-previous one, because pages that it already had cost no budget.
+All other events do not change the mode. SPENT: pages wait, and a quarter of the bucket is spent or the next page
+exceeds the rest of the bucket. REFILLED: the bucket is full. Pages are chosen in rounds. A round begins when the store
+has answered for the previous round, because pages that the store already had cost no budget.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ BUCKET_S = 30.0  # capacity of the bucket, in seconds of the budget
 ROUND_SHARE = 0.5  # share of a host pool that may be locked by writes to the disk
 # Shares of the bucket: below the first, EARLY ends; below the second, COLD skips pages that only one request used.
 _EARLY_LEVEL, _ALL_COLD_LEVEL = 0.75, 0.5
-_MAX_EXAMINED = 2048  # pages of one eviction order in one round
+_MAX_EXAMINED = 2048  # maximum pages of one eviction order that are examined in one round
 _BLOCK = 512  # pages of an eviction order that are examined at once, with the pages of their prefixes
 _WALK_SHARE = 1 / 16  # share of a tier whose use starts another walk of its eviction order
-_REMEMBERED = 1 << 20  # pages; 8 MiB
+_REMEMBERED = 1 << 20  # number of remembered pages; 8 MiB
 
 _NUM_FLAGS = np.uint64(3)
 _USED, _USED_TWICE, _UNREAD, _FLAGS = (np.uint64(flags) for flags in (1, 3, 4, 7))
@@ -55,11 +56,13 @@ Clock = Callable[[], float]
 
 
 class WriteBudget:
-    """A token bucket of bytes that may be written. `bytes_per_s`: its rate; 0: unknown, and no write is refused.
+    """A token bucket of bytes that may be written. `bytes_per_s`: the rate at which the bucket fills; 0 if the rate is
+    unknown, and then no write is refused.
 
     In any interval of t seconds at most `bytes_per_s * (t + BUCKET_S)` bytes are spent. A page larger than the bucket
-    may exceed this once. The bucket starts empty, so that a process that crashes repeatedly spends no more than one
-    that keeps running. Bytes are reserved when they are sent, and spent when the store has written them.
+    may exceed this limit once. The bucket starts empty, so that a process that crashes repeatedly spends no more than a
+    process that keeps running. The bytes of a page are reserved when the page is sent, and spent when the store has
+    written the page.
     """
 
     def __init__(self, bytes_per_s: float = 0.0, clock: Clock = time.monotonic) -> None:
@@ -81,11 +84,12 @@ class WriteBudget:
 
     @property
     def level(self) -> float:
-        """Share of the bucket, in [0, 1], that is left when all reserved bytes are written. Any thread may call it."""
+        """Share of the bucket, in [0, 1], that is left when all reserved bytes are written. Any thread may read this
+        property."""
         return max(0.0, 1 - self._taken / (self._rate * BUCKET_S)) if self._rate else 1.0
 
     def num_fitting(self, num_pages: int, page_bytes: int) -> int:
-        """Return how many of `num_pages` pages fit the bucket; at least one if it is full."""
+        """Return the number of pages, at most `num_pages`, that fit the bucket; at least one if the bucket is full."""
         if not self._rate:
             return num_pages
         taken = self._taken
@@ -113,11 +117,12 @@ class WriteBudget:
 
 
 class PageUses:
-    """Remembers which pages one or several requests used, also after their eviction, and which were written and not
-    read since.
+    """Remembers which pages one or several requests used, even after the eviction of these pages, and which pages were
+    written and not read since.
 
-    `num_written`: new pages that a store accepted; `num_read`: those of them that were read later. Pages are named by
-    `names_of`. The table has `size` entries. The name of a page determines its entry, which another page may overwrite.
+    `num_written`: new pages that a store accepted; `num_read`: the number of these pages that were read later. Pages
+    are named by `names_of`. The table has `size` entries. The name of a page determines its entry, which another page
+    may overwrite.
     """
 
     def __init__(self, size: int = _REMEMBERED) -> None:
@@ -158,12 +163,13 @@ class PageUses:
 
 @dataclass(eq=False)
 class WriteSource:
-    """The pages of one component, each of `page_bytes`, that a store gets. `max_pages`: of one round, at least one.
+    """The pages of one component, each of `page_bytes`, that a store gets. `max_pages`: the maximum pages of one round,
+    at least one.
 
-    `num_left`: pages that the current round may still take. Walk through the colder half: `cold`: the rows that have
-    not been examined, in the order of eviction, with `cold_ages`; None if there is no walk. `found`: examined rows that
-    exceeded the last round. `num_used`: uses of pages since the walk began. `has_skipped`: pages were skipped because
-    only one request had used them. `seen`: rows that the walk has examined.
+    `num_left`: pages that the current round may still take. A walk examines the colder half of the tier. `cold`: the
+    rows that the walk has not examined, in the order of eviction, with `cold_ages`; None if there is no walk. `found`:
+    examined rows for which the last round had no capacity. `num_used`: uses of pages since the walk began.
+    `has_skipped`: pages were skipped because only one request had used them. `seen`: rows that the walk has examined.
     """
 
     pages: TierPages
@@ -181,7 +187,7 @@ class WriteSource:
         self.pages.table.add_columns(self.seen)
 
     def walk(self) -> None:
-        """Begin a walk: the pages that the tier would evict until half of its pool is free."""
+        """Begin a walk through the pages that the tier would evict until half of its pool is free."""
         num_cold = self.pages.pool.num_pages // 2 - self.pages.pool.available()
         self.cold = self.pages.order.leaving()[:num_cold] if num_cold > 0 else NO_ROWS
         self.cold_ages = self.pages.table.age[self.cold]
@@ -191,7 +197,8 @@ class WriteSource:
         self.seen.age[:] = 0
 
     def next_cold(self) -> Rows:
-        """The next rows of the walk, each after the rows before it in its prompt. No rows end the walk."""
+        """Return the next rows of the walk. Each row comes after the rows before it in its prompt. An empty result ends
+        the walk."""
         if len(self.found) or self.cold is None:
             rows, self.found = self.found, NO_ROWS
             return rows
@@ -204,7 +211,7 @@ class WriteSource:
 
 
 class WriteMode(Enum):
-    """Which pages a store gets next, see the module."""
+    """The rule for the pages that a store gets next, see the module's docstring."""
 
     EARLY = auto()
     COLD = auto()
@@ -217,11 +224,12 @@ Round = list[tuple[WriteSource, Rows]]
 class WriteScheduler:
     """Chooses the rows that one store gets next. Owned by the scheduler thread.
 
-    `sources`: components whose pages are useless without those of later sources come first. `uses`: pages that
-    requests used; None if they are not recorded, then no page counts as used by several requests.
+    `sources`: a component whose pages are useless without pages of a second component comes before this second
+    component. `uses`: pages that requests used; None if no uses are recorded, and then no page counts as used by
+    several requests.
 
-    `is_done`: nothing is left to be written until pages arrive, are used or are written, or, in mode COLD, the bucket
-    gets more. `num_unanswered`: pages of the current round for which the store has not answered.
+    `is_done`: no page has to be written until pages arrive, are used or are written, or, in mode COLD, until the bucket
+    fills further. `num_unanswered`: pages of the current round for which the store has not answered.
     """
 
     def __init__(
@@ -242,7 +250,7 @@ class WriteScheduler:
         return sum([len(rows) for _, rows in self._waiting])
 
     def arrived(self, source: WriteSource, rows: Rows) -> None:
-        """Queue the rows that the store lacks. In mode COLD nothing is queued: pages are taken in the order of
+        """Queue the rows that the store lacks. Mode COLD queues no rows, because it takes pages in the order of
         eviction."""
         lacking = rows[source.pages.lacking(rows, self._bit)]
         if len(lacking):
@@ -262,8 +270,7 @@ class WriteScheduler:
         self.is_done &= self.mode is not WriteMode.COLD
 
     def drain(self) -> None:
-        """Write all pages of the tier, regardless of the budget and also those that the store refused, until
-        `resume`."""
+        """Write all pages of the tier, even pages that the store refused, regardless of the budget, until `resume`."""
         self._queue_all()
         self.mode = WriteMode.DRAIN
         self.is_done = False
@@ -274,8 +281,8 @@ class WriteScheduler:
             self.mode = WriteMode.EARLY
 
     def next_round(self) -> Round:
-        """Choose the rows to be written now. They are locked, and have the bit of the store in `writing`. Returns none
-        before the store has answered for the previous round."""
+        """Choose the rows to be written now. The chosen rows are locked, and have the bit of the store in `writing`.
+        Returns no rows before the store has answered for the previous round."""
         if self.num_unanswered or (self.is_done and self.mode is not WriteMode.COLD):
             return []
         level = self._budget.level
@@ -326,7 +333,7 @@ class WriteScheduler:
                 return
 
     def _choose_cold(self, source: WriteSource, chosen: Round) -> bool:
-        """Choose from the colder half of a tier; False if more of it has to be examined."""
+        """Choose pages from the colder half of a tier. Returns False if more pages of this half have to be examined."""
         has_changed = source.num_used >= _WALK_SHARE * source.pages.pool.num_pages
         if has_changed or (source.cold is None and source.has_skipped and self._budget.level >= _ALL_COLD_LEVEL):
             source.walk()
@@ -352,7 +359,7 @@ class WriteScheduler:
         return self._uses.used_twice(source.pages.table.name[rows])
 
     def _choose(self, source: WriteSource, rows: Rows, chosen: Round) -> Rows:
-        """Add rows that the store lacks to the round. Returns those that exceed the round or the bucket."""
+        """Add rows that the store lacks to the round. Returns the rows that exceed the round or the bucket."""
         pages = source.pages
         raw = pages.has(rows, RAW)
         if raw.any():

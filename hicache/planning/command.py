@@ -1,4 +1,4 @@
-"""`hicache plan`: its flags, the plan, and its JSON."""
+"""`hicache plan`: the command's flags, and its plan as tables or JSON."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Plan:
     serve: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values. Sizes are in bytes; those of `memory` are of one GPU."""
+        """Return the plan as values for JSON. Sizes are in bytes. The sizes in `memory` are those of one GPU."""
         model, memory = self.model, self.memory
         geometry = model.geometry
         return {
@@ -212,8 +212,8 @@ def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
 
 
 def _model(flags: argparse.Namespace) -> PlannedModel:
-    """Return the preset of that name, or the model of a configuration. Only reading a configuration needs
-    transformers."""
+    """Return the model that `--model` names: a preset, or the model of a configuration. Only reading a configuration
+    needs transformers."""
     if flags.model in PRESETS and not Path(flags.model).exists():
         known = PRESETS[flags.model]
         return dataclasses.replace(known, weight_bytes=flags.weight_bytes or known.weight_bytes)
@@ -222,7 +222,7 @@ def _model(flags: argparse.Namespace) -> PlannedModel:
 
 
 def _gpu(flags: argparse.Namespace) -> Gpu:
-    """Return the GPU, with the rates that flags override."""
+    """Return the GPU that `--gpu` names. Flags for rates override its known rates."""
     gpu = gpu_of(flags.gpu)
     return dataclasses.replace(
         gpu,
@@ -247,8 +247,9 @@ def _plan_request(flags: argparse.Namespace) -> PlanRequest:
 
 
 def _hit_rows(trace: Trace, memory: MemoryPlan, policy: str) -> Iterator[HitRow]:
-    """Return the hit rates under the plan's write policy: with the device alone, with each further tier, with a host
-    tier of twice the size, with device and host as one tier (the maximum that a host can add), and without a limit."""
+    """Yield the hit rates under the plan's write policy: with the device alone, then with each further tier. Then with
+    a host tier of twice the size, and with device and host as one tier, which is the maximum that a host can add. At
+    last with a device without a limit."""
     tiers = memory.tiers
     row = partial(_hit_row, trace, ReplaySettings(1, policy=policy, write_policy=memory.write_policy))
     for number in range(1, len(tiers) + 1):

@@ -8,9 +8,9 @@ from hicache.console import parse_bytes
 from hicache.errors import ConfigError
 
 _GIB = 1 << 30
-_ECC = 15 / 16  # share of GDDR6 that remains with error correction; HBM stores its check bits separately
+_ECC = 15 / 16  # usable share of GDDR6 with error correction; HBM stores check bits in extra memory
 _PCIE_SHARE = 0.88  # share of the raw rate that pinned copies reach: 55.5 of 63 GB/s on an H200
-# raw rate of 16 lanes in one direction, after the line code of 128 in 130 bits
+# raw rate of 16 lanes in one direction by PCIe generation, without the overhead of the line code of 128 in 130 bits
 _PCIE_BYTES_PER_S = {4: 31.5e9, 5: 63.0e9}
 
 

@@ -1,9 +1,10 @@
-"""Tokens that each tier holds, and the engine settings that follow. All sizes are those of one GPU's process.
+"""Computes the number of tokens that each tier can store, and the engine settings for these tiers. All sizes are those
+of one GPU's process.
 
     memory of the GPU = weights + pools + workspace
 
-The pools are those that `hicache.build.sizing` computes and the factory builds. Several GPUs divide the weights and
-heads. Latent rows cannot be divided: every GPU stores them all, and the disk stores them once.
+The sizes of the pools come from `hicache.build.sizing`, as in a real engine. Several GPUs divide the weights and heads.
+Latent rows cannot be divided: every GPU stores them all, and the disk stores them once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hicache.planning.presets import PlannedModel
 from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT, MAX_TOKENS, largest_device_tokens
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
-# host bytes that are assumed to be available, because the planned machine may have more memory than this one
+# assumed free host bytes: the planned machine may have more memory than this one
 _PLENTY = 1 << 60
 _MAX_GPUS = 1024
 _SLOT_BYTES = 4  # bytes of the request table for each position of a request
@@ -41,8 +42,8 @@ _SLOT_BYTES = 4  # bytes of the request table for each position of a request
 @dataclass(frozen=True)
 class PlanRequest:
     """The hardware and settings to plan for. `host_bytes`, `disk_bytes`: bytes of the host tier and of the disk tier,
-    over all GPUs; None: chosen by the engine; 0: no such tier. `workspace_bytes`: bytes of each GPU that stay free for
-    forward passes; None: the same share as in `hicache serve`."""
+    over all GPUs; None: the engine chooses the size; 0: the plan has no such tier. `workspace_bytes`: bytes of each GPU
+    that stay free for forward passes; None: the same share of the GPU's memory as in `hicache serve`."""
 
     num_gpus: int = 1
     host_bytes: int | None = None
@@ -57,8 +58,8 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Tier:
-    """A tier over all GPUs: its size in bytes, the number of tokens that it can store, and the number of recurrent
-    states that it can store in addition."""
+    """A tier over all GPUs. `num_bytes`: its size. `num_tokens`: number of tokens that the tier can store.
+    `num_states`: number of recurrent states that it can store in addition."""
 
     name: str
     num_bytes: int
@@ -68,9 +69,9 @@ class Tier:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Sizes of tiers. `rows`: bytes that one GPU stores. `moved`: bytes of the same rows on the tiers below, where
-    pages may be packed. `tiers`: device, then host and disk if present. `config`: all settings with computed sizes.
-    `start`: the same without values that the engine would compute itself."""
+    """Sizes of tiers. `rows`: bytes that one GPU stores. `moved`: bytes of the same rows on host and disk, where pages
+    may be packed. `tiers`: device, then host and disk if present. `config`: all engine settings with the computed
+    sizes. `start`: the settings of `config` without those that an engine computes itself."""
 
     weight_bytes: int
     pool_bytes: int
@@ -83,7 +84,7 @@ class MemoryPlan:
 
     @property
     def write_policy(self) -> str:
-        """The engine's default write policy for these tiers, because `start` names none."""
+        """The write policy of the plan, which is the engine's default for these tiers."""
         return default_write_policy(has_stores=self.config.disk is not None)
 
     @property
@@ -98,9 +99,9 @@ class MemoryPlan:
 
 
 def plan_memory(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan:
-    """Compute the sizes of all tiers for a model on GPUs of one kind. Raises OutOfMemory if the weights and one page do
-    not fit; the message names a sufficient number of GPUs. Raises ConfigError if a tier of a given size is smaller than
-    one page."""
+    """Compute the sizes of all tiers for a model on GPUs of one kind. Raises OutOfMemory if the weights, the workspace
+    and one page do not fit on the GPUs; its message names a sufficient number of GPUs. Raises ConfigError if a tier of
+    a given size is smaller than one page."""
     plan = _plan(model, gpu, request)
     if plan is not None:
         return plan
@@ -189,9 +190,8 @@ def _start(model: PlannedModel, request: PlanRequest) -> EngineConfig:
 def _tier(
     name: str, config: EngineConfig, of_gpu: Mapping[Component, int], copies: Mapping[Component, int], num_bytes: int
 ) -> Tier:
-    """Return a tier of `num_bytes`: its pages, and states in the same proportion as on the host tier. `of_gpu`: bytes
-    of a page of each component on one GPU. `copies`: number of GPUs that store their own page of a component in this
-    tier."""
+    """Return a tier of `num_bytes`. Its ratio of states to pages is that of the host tier. `of_gpu`: bytes of a page of
+    each component on one GPU. `copies`: number of GPUs that store their own page of a component in this tier."""
     page, states = config.host_page_size, None
     page_bytes = {component: size * copies[component] for component, size in of_gpu.items()}
     if (state_bytes := page_bytes.get(MAMBA)) is not None:

@@ -26,25 +26,26 @@ from hicache.serving.positions import position_limit
 from hicache.serving.recorded import NUM_TOKENS
 from hicache.serving.support import untried_geometry
 
-_BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "mxfp4": 4.25}  # bits per quantised weight, including its share of a scale
-_SCALE_BITS = 16  # bits per group of GPTQ and AWQ weights, in addition to a zero point
+_BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "mxfp4": 4.25}  # bits per quantised weight, with its share of a scale
+_SCALE_BITS = 16  # bits of the scale of each group of GPTQ and AWQ weights; each group also has a zero point
 _GROUP = 128
-# operations per element of a state and token: decay, update and read, each a multiplication and an addition
+# operations per token for each element of a recurrent state: decay, update and read take a multiplication and an
+# addition each
 _STATE_FLOPS = 6
 
 
 def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
     """Return the model of a transformers `config.json`, or of a folder that contains one.
 
-    `weight_bytes`: None: take the size of the folder's safetensors files, or compute it from the quantisation and dtype
-    of the configuration. Raises ConfigError with a message of one line if the file describes no causal language model,
-    and UnsupportedModel if hicache cannot serve the model.
+    `weight_bytes`: bytes of all weights. If it is None, they are the size of the folder's safetensors files, or without
+    such files are computed from the configuration's quantisation and dtype. Raises ConfigError with a message of one
+    line if the file describes no causal language model, and UnsupportedModel if hicache cannot serve the model.
     """
     logging.set_verbosity_error()
     values, path = _values(given)
     try:
         model = _without_weights(values)
-    except Exception as error:  # transformers does not convert exceptions of its parts, so any may occur
+    except Exception as error:  # transformers may raise any exception of the code that it calls
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"--model {given}: not the configuration of a causal language model: {text[:200]}") from error
     try:
@@ -52,7 +53,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
             geometry = untried_geometry(model)
     except HiCacheError:
         raise
-    except Exception as error:  # the model's code may read tensor values, which do not exist on "meta"
+    except Exception as error:  # the model may read values of tensors, which "meta" lacks
         text = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"--model {given}: {type(model).__name__} cannot run without weights, so it cannot be planned: {text}"
@@ -78,7 +79,7 @@ def _values(given: str) -> tuple[dict[str, Any], Path]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(values, dict):
-            # this function also parses infinities
+            # `get_config_dict` also parses infinities
             values, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)
     except OSError as error:
         raise ConfigError(
@@ -109,8 +110,9 @@ def _without_weights(values: Mapping[str, Any]) -> Any:
 
 
 def _token_flops(model: Any, counter: FlopCounterMode) -> int:
-    """Return the operations per token that involve weights, counted in the recorded pass: of the selected experts only,
-    and of a layer that runs several times each time. The head and modules that did not run are left out."""
+    """Return the number of operations per token that involve weights, counted in the recorded pass. Of experts, only
+    the selected ones count. A layer that runs several times counts each time. The head, and modules that did not run,
+    do not count."""
     counted = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     flops, config = 0, model.config.get_text_config()
     for name, module in _multiplied(model):
@@ -124,7 +126,7 @@ def _token_flops(model: Any, counter: FlopCounterMode) -> int:
 
 
 def _multiplied(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Return the names and modules whose weights are multiplied with tokens, without the head."""
+    """Yield the name and the module of each module that multiplies tokens with its weights, except for the head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -137,7 +139,7 @@ def _work(config: Any, geometry: ModelGeometry, num_active: int, head: Any) -> P
     heads, kinds = int(config.num_attention_heads), geometry.kinds
     full, window = geometry.full_heads, geometry.window_heads
     pair = full.head_dim + full.v_head_dim
-    if geometry.latent is not None:  # a prefill computes attention over expanded keys and values
+    if geometry.latent is not None:  # attention in a prefill uses expanded keys and values, not latent rows
         pair = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     state_flops = 0
     if geometry.state is not None:
@@ -194,8 +196,9 @@ def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
 def _is_quantised(name: str, settings: Mapping[str, Any]) -> bool:
     """Return whether the quantisation converts the module of that name.
 
-    The configuration may list modules to skip, for GPTQ as patterns in `dynamic` that begin with "-:", or the modules
-    of a block to convert. Names of single experts match the one module that contains all experts here.
+    The configuration may list modules that stay unquantised; for GPTQ these are patterns in `dynamic` that begin with
+    "-:". Or it lists the modules of each block that are quantised. If such a list names a single expert, its entry
+    applies to the one module that contains all experts.
     """
     spared = settings.get("modules_to_not_convert") or settings.get("ignored_layers")
     excluded = [pattern[2:] for pattern in settings.get("dynamic") or {} if pattern.startswith("-:")]

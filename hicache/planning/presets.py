@@ -1,16 +1,17 @@
 """The planner's view of a model, and presets: values that transformers computes from the published `config.json` files.
 
-The presets are written down, so that a plan for one of them needs no transformers. A test computes them again.
+The presets are constants, so that planning a preset needs no transformers. A test computes them again from the
+`config.json` files.
 
 The operations of a prefill are a formula over the prompt's length:
 
     flops(n) = n * token + head + full * n (n + 1) / 2 + window * sum of min(i, window) + chunk * sum of i within chunks
 
-`token` is twice the number of weights that a token is multiplied with, of experts only the selected ones, plus six
-operations per element of a recurrent state. A pair of query and key costs twice the elements of key and value in each
-query head (score, weighted sum). Norms, activations, rotations and softmax are left out, as in PyTorch's
-FlopCounterMode. The head counts once, because only the last token needs logits. Source: Kaplan et al. 2020
-(arXiv:2001.08361), section 2.1, with attention by position.
+`token` is twice the number of weights that a token is multiplied with, plus six operations per element of a recurrent
+state. Of experts, only the selected ones count. In each query head, a pair of query and key takes two operations per
+element of key (score) and value (weighted sum). Norms, activations, rotations and softmax are left out, as in PyTorch's
+FlopCounterMode. The head counts once for each prompt, because only the last token needs logits. Source: Kaplan et al.
+2020 (arXiv:2001.08361), section 2.1, with attention by position.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from hicache.layout import LatentGeometry, ModelGeometry, StateGeometry
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """The numbers of operations of a prefill: per token, of the head, and per pair of query and key over all layers of
-    a kind."""
+    """The numbers of operations of a prefill. `token_flops`: per token. `head_flops`: of the head, once.
+    `*_pair_flops`: per pair of query and key, in all layers of a kind together."""
 
     token_flops: int
     head_flops: int
@@ -36,7 +37,7 @@ class PrefillWork:
     chunk: int = 0
 
     def flops(self, num_tokens: int) -> int:
-        """Return the number of operations of a prefill of `num_tokens` tokens, none of them cached."""
+        """Return the number of operations of a prefill of `num_tokens` tokens without any cached token."""
         total = num_tokens * self.token_flops + self.head_flops + self.full_pair_flops * _pairs(num_tokens)
         if self.window:
             inside = min(num_tokens, self.window)
@@ -48,7 +49,8 @@ class PrefillWork:
 
 
 def _pairs(num_tokens: int) -> int:
-    """Return the number of pairs of a query and a key at or before it, in a prompt of `num_tokens`."""
+    """Return the number of pairs of a query and a key at the same or an earlier position, in a prompt of
+    `num_tokens`."""
     return num_tokens * (num_tokens + 1) // 2
 
 

@@ -48,7 +48,8 @@ def show(plan: Mapping[str, Any]) -> None:
 
 
 def _notes_of_host(plan: Mapping[str, Any]) -> list[str]:
-    """Return notes on the number of tokens that the host tier adds under the write policy."""
+    """Return a note on how many more different tokens the tiers store with the host tier than the device stores
+    alone."""
     tokens, policy = {tier["name"]: tier["num_tokens"] for tier in plan["tiers"]}, plan["memory"]["write_policy"]
     if "host" not in tokens:
         return []

@@ -1,11 +1,11 @@
-"""Compares the time to load a prefix with the time to compute it, by its length.
+"""Compares the time to load a prefix with the time to compute it, for each length of the prefix.
 
     compute   max(flops / (GPUs * flops_per_s * share), chunks * weights of a GPU / memory_bytes_per_s)
     load      bytes of a GPU's rows / link_bytes_per_s
     disk      max(load, bytes of all GPUs' rows / disk_bytes_per_s)
 
-n tokens have `full * n + window * min(n, window tokens) + state` bytes. Pages on the host and the disk may be packed;
-then the bytes of packed pages count.
+n tokens have `full * n + window * min(n, window tokens) + state` bytes. If pages on the host and the disk are packed,
+these are the bytes of packed pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hicache.planning.gpus import Gpu
 from hicache.planning.memory import MemoryPlan
 from hicache.planning.presets import PlannedModel
 
-# The share of an H200's peak that prefill of an 8B model reaches (docs/performance.md: 23 800 tokens/s over 32k
+# The share of an H200's peak FLOP/s that prefill of an 8B model reaches (docs/performance.md: 23 800 tokens/s over 32k
 # tokens).
 COMPUTE_SHARE = 0.55
 _MAX_TOKENS = 1 << 20
@@ -73,10 +73,9 @@ class Times:
         return tuple(self.at(n) for n in [*(n for n in lengths if n < self._longest), self._longest])
 
     def break_even(self, seconds: Callable[[LengthTimes], float | None]) -> int | None:
-        """Return the number of tokens, a multiple of the host page, from which on loading a prefix takes no longer than
-        computing it. Returns None if loading takes longer at the longest context, or if a rate is unknown there.
-        `seconds`: returns the seconds of the load to compare, from the host or from the disk, for a prefix of given
-        length."""
+        """Return the length from which on loading a prefix takes no longer than computing it, in tokens, as a multiple
+        of the host page. Returns None if loading takes longer even at the longest context, or if a rate is unknown.
+        `seconds`: returns the time of the load, `load_s` or `disk_s`, of the given `LengthTimes`."""
         page = self._plan.config.host_page_size
         found = None
         for num_tokens in range(self._longest // page * page, 0, -page):

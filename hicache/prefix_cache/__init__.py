@@ -1,1 +1,1 @@
-"""SGLang's prefix caches, their value objects, and allocation for whole batches, under SGLang's names."""
+"""The prefix caches, their parameters and results, and allocation for batches, under SGLang's names."""

@@ -1,8 +1,8 @@
-"""The common part of the prefix caches: matching, insertion, eviction, and requests that are cached as they grow.
+"""The common part of the prefix caches: matching, insertion, eviction, and caching of running requests after each step.
 
 Tokens [0, depth of last_node) of a request are in the tree and locked; [depth of last_node, kv_committed_len) belong to
 the request until it inserts them into the tree or frees them. The tree returns the slots that it releases, and this
-module frees them.
+module frees these slots.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, 
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
-# Empty, because blocks with equal tokens have equal keys in all processes.
+# The identity is empty, so that blocks with equal tokens have equal keys in all processes.
 _IDENTITY = b""
 _SHOWN_TOKENS = 10  # maximum tokens of a node that are shown in a text
 
 
 class BasePrefixCache(ABC):
-    """A prefix cache on the device tier. Only the scheduler's thread uses it; `protocols` describes the requests that
-    it takes.
+    """A prefix cache on the device tier. Only the scheduler's thread uses a cache. `hicache.prefix_cache.protocols`
+    describes the requests.
 
-    Invariant, also after a request has ended: available + evictable + protected + owned by requests = total.
+    Invariant, also after a request has ended: free slots + evictable + locked + owned by requests = total number of
+    slots.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        """Raise ConfigError for an unknown policy or a page below one token."""
+        """Raise ConfigError for an unknown eviction policy, or for a page size below one token."""
         if params.page_size < 1:
             raise ConfigError(f"page_size={params.page_size} is too small; raise it to at least 1")
         self.disable = params.disable
@@ -81,12 +82,13 @@ class BasePrefixCache(ABC):
     # Prefixes
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Return the longest usable prefix of full pages and count a use of it. A node may be split."""
+        """Return the longest usable prefix of full pages, and count a use of this prefix. A match that ends within a
+        node splits the node."""
         return self._result(self._match(params.key)[1])
 
     @abstractmethod
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert the full pages of a key. Tokens that are in the tree already keep their slots there."""
+        """Insert the full pages of a key. For tokens that are already in the tree, the tree keeps its slots."""
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Evict complete nodes until the requested number of tokens or states of each component is freed, or all
@@ -112,7 +114,8 @@ class BasePrefixCache(ABC):
     # Requests
 
     def cache_unfinished_req(self, req: CachedRequest, chunked: bool = False) -> None:
-        """Insert the full pages of `req.fill_ids`, whose KV is computed; the request continues from their end.
+        """Insert the full pages of `req.fill_ids`, after their KV was computed. The request continues from the end of
+        these pages.
 
         The cost is proportional to the tokens that are new since the last call. `chunked`: the request has more chunks
         of its prompt to compute.
@@ -174,8 +177,8 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def total_size(self) -> int | tuple[int, int]:
-        """Return the number of tokens in the tree; with a second component, also the number of its window slots or
-        states."""
+        """Return the number of tokens in the tree. A cache with window slots or states returns a pair with their
+        number."""
 
     def all_values_flatten(self) -> torch.Tensor:
         """Return all slots in the tree, int64 `[tokens]`, unordered."""
@@ -197,7 +200,7 @@ class BasePrefixCache(ABC):
         return [event for change in changes for event in block_events(change)]
 
     def sanity_check(self) -> None:
-        """Raise InvariantError with all violations of the tree, of its accounts, and of allocator and pools."""
+        """Raise InvariantError with all violations in the tree, its accounts, the allocator and the pools."""
         found: list[str] = []
         try:
             self._tree.check()
@@ -208,7 +211,7 @@ class BasePrefixCache(ABC):
         if found:
             raise InvariantError(type(self).__name__, found)
 
-    # Methods that differ between caches
+    # Methods that subclasses override
 
     def _new_components(self) -> Sequence[TreeComponent]:
         """Return the components of the tree in addition to FULL."""
@@ -226,7 +229,8 @@ class BasePrefixCache(ABC):
         """Free the recurrent states of a request that ends."""
 
     def _window_from(self, swa_evicted_seqlen: int, start: int, end: int) -> int | None:
-        """Return the first token of [start, end) with a window slot, relative to `start`; None without windows."""
+        """Return the position, relative to `start`, of the first token of [start, end) with a window slot. Returns None
+        for a cache without window slots."""
         return None
 
     def _evicted_window(self, req: CachedRequest) -> int:
@@ -234,7 +238,7 @@ class BasePrefixCache(ABC):
         return 0
 
     def _part_to_evict(self, victim: Node, component: Component) -> Node:
-        """Return the node to evict: the victim, or its front part, which is split off."""
+        """Return the node to evict: the victim, or only its front part, after splitting the victim."""
         return victim
 
     def _free(self, released: list[Released]) -> None:
@@ -287,7 +291,8 @@ class BasePrefixCache(ABC):
         return values if len(values) else self._no_slots.clone()
 
     def _match(self, key: RadixKey) -> tuple[Match, Node]:
-        """Match a key and count a use. Returns the complete match and the node at which its usable part ends."""
+        """Match a key and count a use of the match. Returns the complete match, and the node at which the usable part
+        of the match ends."""
         tokens, namespace = self._packed(key)
         match = self._tree.match(tokens[:0] if self.disable else tokens, namespace)
         node = self._tree.node_at(match, self._tree.usable_len(match))
@@ -305,9 +310,10 @@ class BasePrefixCache(ABC):
     def _insert(
         self, params: InsertParams, known_len: int = 0, donated: Mapping[Component, torch.Tensor] | None = None
     ) -> tuple[Inserted, torch.Tensor]:
-        """Insert the full pages of a key after its first `known_len` tokens, which are in the tree.
+        """Insert the full pages of a key after its first `known_len` tokens. These first tokens are already in the
+        tree.
 
-        `donated` as in `RadixTree.insert`. Also returns the offered slots, int64 `[tokens]`."""
+        `donated`: as in `RadixTree.insert`. Returns the tree's result and the offered slots, int64 `[tokens]`."""
         tokens, namespace = self._packed(params.key)
         num_tokens = self._full_pages_len(len(tokens))
         slots = self._offered(params, num_tokens)
@@ -348,7 +354,8 @@ class BasePrefixCache(ABC):
         return 0 if self.disable else req.last_node.depth_tokens
 
     def _insert_pages(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
-        """Insert the full pages of the first `num_tokens` tokens, and move the request's lock to their end.
+        """Insert the full pages of the first `num_tokens` tokens, and move the request's lock to the end of these
+        pages.
 
         If another request inserted the same tokens first, the tree's slots replace the request's slots in its row, and
         the replaced slots are freed. Updates the row and `last_node`, not `prefix_indices`.
@@ -374,13 +381,13 @@ class BasePrefixCache(ABC):
         req.last_node, req.cache_protected_len = cast(TreeNode, inserted.node), end
 
     def _count_use(self, above: Node, inserted: Inserted, priority: int, chunked: bool) -> None:
-        """Count a use of each page below the node `above` that was cached before this insert. If `priority` is
-        negative, set the priority of the added pages."""
+        """Count a use of each page of the inserted key that is below the node `above` and was cached before this
+        insert. If `priority` is negative, set the priority of the added pages."""
         rows, gained = self._tree.path_rows(inserted.node, above.depth_tokens), inserted.gained
         if priority < 0:
             self._tree.table.priority[gained] = priority
         if not chunked:
-            self._tree.table.hits[rows[: len(rows) - len(gained)]] += 1  # old pages precede new ones in `rows`
+            self._tree.table.hits[rows[: len(rows) - len(gained)]] += 1  # new pages are last in `rows`
 
     def _raise_priority(self, node: Node, priority: int) -> None:
         if cast(TreeNode, node).priority < priority:  # seldom true, because most requests have the same priority
@@ -388,7 +395,8 @@ class BasePrefixCache(ABC):
 
 
 def draw(tree: RadixTree) -> str:
-    """Return one line per node: id, tokens, first tokens, locks. Children are below their parent, indented."""
+    """Return one line per node with its id, number of tokens, first tokens and number of locks. Children are below
+    their parent, indented."""
     lines: list[str] = []
     stack = [(tree.root, 0)]
     while stack:

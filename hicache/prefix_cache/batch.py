@@ -1,11 +1,11 @@
-"""Allocation for batches: the calls of a scheduler before a forward pass and at the end of a request.
+"""Allocation for batches. A scheduler calls these functions before a forward pass and at the end of a request.
 
     alloc_for_extend   allocates rows [requests] and slots, request after request, and fills the rows in one launch
     alloc_for_decode   allocates token_per_req slots per request, and writes them to the rows
     release_kv_cache   frees the slots, the states and the row of one request
 
-If slots or states are short, the prefix cache evicts first. Each call allocates everything, or raises and allocates
-nothing. Scheduler thread only. No call makes the host wait for the device.
+If too few slots or states are free, the prefix cache evicts first. Each call allocates everything, or raises and
+allocates nothing. Only the scheduler's thread may call these functions. No call makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DecodeBatch(Batch, Protocol):
 
 class ExtendBatch(Batch, Protocol):
     """A batch of prefills. Request r has slots for `prefix_lens[r]` tokens and computes `extend_lens[r]` more tokens;
-    `seq_lens` are the sums of both."""
+    `seq_lens[r]` is the sum of both numbers."""
 
     @property
     def reqs(self) -> Sequence[KVRequest]: ...
@@ -116,10 +116,10 @@ def available_and_evictable_str(tree: BasePrefixCache) -> str:
 
 
 def alloc_req_slots(table: ReqToTokenPool, reqs: Sequence[KVRequest], tree: BasePrefixCache | None = None) -> list[int]:
-    """Allocate a row for each request, and states if the table has them; if too few states are free, the tree evicts
-    some.
+    """Allocate a row for each request, and its states if the table has a pool of states. If too few states are free,
+    the tree evicts some.
 
-    Raises OutOfRows or OutOfStates; then the table is unchanged.
+    Raises OutOfRows or OutOfStates, and then leaves the table unchanged.
     """
     if isinstance(table, HybridReqToTokenPool):
         num_short = _missing_states(table, reqs) - table.mamba_pool.available_size()
@@ -137,9 +137,9 @@ def alloc_req_slots(table: ReqToTokenPool, reqs: Sequence[KVRequest], tree: Base
 def alloc_token_slots(
     tree: BasePrefixCache, num_tokens: int, backup_state: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
-    """Allocate `num_tokens` slots, int64; with `backup_state` also return the allocator's state before the allocation.
+    """Allocate `num_tokens` slots, int64. With `backup_state`, also return the allocator's state before the allocation.
 
-    The state is that after the eviction: `restore_state` undoes only the allocation. Raises OutOfSlots.
+    This state was saved after the eviction, so `restore_state` undoes only the allocation. Raises OutOfSlots.
     """
     slots, state = _token_slots(tree, num_tokens, backup_state)
     return slots if state is None else (slots, state)
@@ -155,8 +155,8 @@ def alloc_paged_token_slots_extend(
     extend_num_tokens: int,
     backup_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
-    """Allocate slots for a batch of prefills by the allocator's `alloc_extend`; if too few slots are free, evict
-    before. `backup_state` as in `alloc_token_slots`.
+    """Allocate slots for a batch of prefills by the allocator's `alloc_extend`, after evicting if too few slots are
+    free. `backup_state`: as in `alloc_token_slots`.
 
     Raises OutOfSlots, and NotImplementedError if the allocator has no pages.
     """
@@ -186,7 +186,7 @@ def alloc_paged_token_slots_decode(
 
 
 def get_last_loc(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-    """Return the slot of the last token of each prefix, int64 `[requests]`; -1 for an empty prefix."""
+    """Return the slot of the last token of each prefix, int64 `[requests]`. An empty prefix has -1."""
     return last_loc(req_to_token, req_pool_indices, prefix_lens, kernel_choice(req_to_token.device))
 
 
@@ -203,7 +203,7 @@ def write_cache_indices(
     prefix_tensors: Sequence[torch.Tensor],
     req_to_token_pool: ReqToTokenPool,
 ) -> None:
-    """Write the slots of the prefixes and the new slots of a batch to its rows, in one launch.
+    """Write the slots of the prefixes and the new slots of a batch to the rows of its requests, in one kernel launch.
 
     Rows and lengths are integers `[requests]` on the table's device. Arguments with the suffix `_cpu` have the same
     values on the host, as a sequence of ints or a CPU tensor. Raises ShapeError if counts disagree.
@@ -233,7 +233,7 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
     """Allocate rows and slots for a batch of prefills, and write the slots to the rows.
 
     Returns the new slots, int64 `[extend_num_tokens]`; the rows, int64 `[requests]` on the device; and the rows as a
-    list. Requests that have a row keep it. Raises OutOfRows or OutOfSlots, and then allocates nothing.
+    list. A request that already has a row keeps this row. Raises OutOfRows or OutOfSlots, and then allocates nothing.
     """
     tree, table = batch.tree_cache, batch.req_to_token_pool
     allocator, device = tree.token_to_kv_pool_allocator, table.req_to_token.device
@@ -270,8 +270,8 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
 def alloc_for_decode(batch: DecodeBatch, token_per_req: int = 1) -> torch.Tensor:
     """Allocate slots for the next tokens, int64 `[requests * token_per_req]`, and write them to the rows.
 
-    The slots are ordered request after request. Raises OutOfSlots, and ShapeError if a row is too short for its
-    sequence.
+    The slots are ordered request after request. Raises OutOfSlots. Raises ShapeError if a sequence is longer than a
+    row.
     """
     tree, table, seq_lens = batch.tree_cache, batch.req_to_token_pool, batch.seq_lens
     columns = table.req_to_token.shape[1]
@@ -294,7 +294,7 @@ def alloc_for_decode(batch: DecodeBatch, token_per_req: int = 1) -> torch.Tensor
 def release_kv_cache(request: CachedRequest, tree: BasePrefixCache, is_insert: bool = True) -> None:
     """Free the slots, states and row of a request. With `is_insert` the tree keeps the slots of committed full pages.
 
-    A request without a row has at most the states of its match; a request that was released has nothing to free.
+    If the request has no row, only a state that it got from a match is freed. Releasing a request again does nothing.
     """
     row, table, allocator = request.req_pool_idx, tree.req_to_token_pool, tree.token_to_kv_pool_allocator
     if row is None:
@@ -313,7 +313,8 @@ def release_kv_cache(request: CachedRequest, tree: BasePrefixCache, is_insert: b
 def _take(
     tree: BasePrefixCache, num_tokens: int, take: Callable[[], torch.Tensor | None], backup_state: bool = False
 ) -> tuple[torch.Tensor, AllocatorState | None]:
-    """Evict until `num_tokens` are free, then call `take`. Returns its slots and the allocator's state before it."""
+    """Evict until `num_tokens` slots are free, then call `take`. Returns the slots that `take` returned, and with
+    `backup_state` the allocator's state before this call."""
     evict_from_tree_cache(tree, num_tokens)
     allocator = tree.token_to_kv_pool_allocator
     state = allocator.backup_state() if backup_state else None
@@ -343,7 +344,7 @@ def _extend_slots(
 
 
 def _missing_states(table: HybridReqToTokenPool, requests: Sequence[KVRequest]) -> int:
-    """Return the number of states that the requests lack."""
+    """Return the number of states that must be allocated for the requests."""
     per_request = 2 if table.enable_mamba_extra_buffer else 1
     return sum(per_request - len(states_of(table, request)) for request in requests)
 

@@ -1,22 +1,23 @@
 """The prefix cache of models with full attention and recurrent states.
 
 A state belongs to exactly the tokens that it has consumed. It is stored at the node that ends with the last of these
-tokens, and a match ends at the deepest node that has a state. A request that continues from a state gets a copy of it,
-which it overwrites. The caller decides at which lengths states are stored, and so where a prompt can hit:
+tokens, and a match ends at the deepest node that has a state. A request that continues from a state gets a copy,
+because computing overwrites a state. A prompt can only hit at lengths at which the caller has stored states:
 
     cache_unfinished_req   stores a copy of the running state at the end of `fill_ids`: every chunk ends with a state
     cache_finished_req     stores the running state itself, at the end of the computed tokens
     both, extra buffer     store the checkpoint itself, at `mamba_last_track_seqlen`
 
 A request matches all but the last token of its prompt, so a repeated prompt cannot use the state at the prompt's end.
-To make it hit, a runner ends a forward pass at `checkpoint_len(len(prompt), mamba_cache_chunk_size, page_size)`. There
-it calls `cache_unfinished_req(req, chunked=True)`, or with the extra buffer `table.checkpoint([req])`, and sets
-`req.mamba_last_track_seqlen`. While decoding it does the same every `mamba_track_interval` tokens: the two states
-alternate, and the last checkpoint is stored when the request ends. If a match returns `mamba_branching_seqlen`, a pass
-that ends there stores a state with which the next request gets a longer match.
+For a repeated prompt to hit, the runner ends a forward pass at `checkpoint_len(len(prompt), mamba_cache_chunk_size,
+page_size)`. After this pass it calls `cache_unfinished_req(req, chunked=True)`. With the extra buffer it calls
+`table.checkpoint([req])` instead and sets `req.mamba_last_track_seqlen`. While decoding, the runner repeats this every
+`mamba_track_interval` tokens. With the extra buffer, the two states of a request take turns as running state and
+checkpoint. The last checkpoint is stored when the request ends. If a match returns `mamba_branching_seqlen`, the runner
+can end a pass at this length; the stored state gives the next request a longer match.
 
-With pages of more than one token, a state is stored only at the end of a full page. Any other state is freed, never
-stored under a shorter key.
+With pages of more than one token, a state is stored only at the end of a full page. A state within a page is freed, and
+never stored under a shorter key.
 """
 
 from __future__ import annotations
@@ -47,23 +48,25 @@ from hicache.tiers import FULL, MAMBA, joined
 
 
 def checkpoint_len(prompt_len: int, mamba_cache_chunk_size: int, page_size: int = 1) -> int:
-    """Return the length at which to store a state so that the same prompt hits, in tokens; 0 if there is none.
+    """Return the length, in tokens, at which to store a state so that the same prompt hits later. Returns 0 if there is
+    no such length.
 
-    It is the largest common multiple of both sizes that is below `prompt_len`.
+    The length is the largest common multiple of both sizes that is below `prompt_len`.
     """
     unit = math.lcm(mamba_cache_chunk_size, page_size)
     return max(0, prompt_len - 1) // unit * unit
 
 
 class MambaRadixCache(BasePrefixCache):
-    """Prefixes with their slots, and recurrent states at some nodes. Call it on the stream that uses the states.
+    """Prefixes with their slots, and recurrent states at some nodes. Call its methods on the CUDA stream that uses the
+    states.
 
     `full_*` sizes are in tokens, `mamba_*` sizes in states. A lock covers the prefix and the state at its end.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        """Raise ConfigError for a table without states, and for bigrams, whose keys are one token shorter than the
-        state."""
+        """Raise ConfigError for a table without states. Also raise it for bigrams: a key of bigrams has one element
+        fewer than the number of tokens that the state has consumed."""
         table = params.req_to_token_pool
         if not isinstance(table, HybridReqToTokenPool):
             raise ConfigError(f"{type(table).__name__} has no states; use HybridReqToTokenPool")
@@ -86,8 +89,8 @@ class MambaRadixCache(BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Return the longest prefix that ends with a state.
 
-        With `cow_mamba`, `req` gets a copy of that state. If nothing matched, the state that `req` already has is
-        cleared. Raises OutOfStates; then `req` is unchanged.
+        With `cow_mamba`, `req` gets a copy of that state. If no prefix matched, a state that `req` already has is
+        cleared. Raises OutOfStates, and leaves `req` unchanged, if no state is free or evictable.
         """
         match, node = self._match(params.key)
         if params.cow_mamba and params.req is not None:
@@ -97,10 +100,11 @@ class MambaRadixCache(BasePrefixCache):
         return self._result(node)._replace(mamba_branching_seqlen=missing)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert a key with the state that has consumed it. The tree then owns the state, unless it already had one.
+        """Insert a key with the state that has consumed the key's tokens. The tree then owns this state, unless it
+        already had a state at the key's end.
 
-        The caller keeps the slots offered for the first `prefix_len` tokens. Raises ShapeError without a state, and for
-        a key that does not consist of full pages.
+        The caller keeps the slots offered for the first `prefix_len` tokens. Raises ShapeError if no state is given, or
+        if the key does not consist of full pages.
         """
         if self.disable:
             return InsertResult(0)
@@ -156,7 +160,7 @@ class MambaRadixCache(BasePrefixCache):
         checkpoint_at = self._checkpoint_of(req, num_tokens)
         if checkpoint_at:
             self._store(req, tokens, checkpoint_at, False, lambda: _donated_checkpoint(req))
-        # The running state has consumed `kv_committed_len` tokens. If fewer tokens are known, its prefix is unknown.
+        # The running state has consumed `kv_committed_len` tokens. If fewer token ids are known, the state has no key.
         if num_tokens == req.kv_committed_len and self._may_store(req, num_tokens):
             self._store(req, tokens, num_tokens, False, lambda: _donated_state(req))
 
@@ -209,7 +213,7 @@ class MambaRadixCache(BasePrefixCache):
         req.mamba_pool_idx = copy[0]
 
     def _has_free_state(self) -> bool:
-        """Return whether a state is free; evicts one if none is."""
+        """Return whether a state is free, after evicting a state if none was free."""
         return self._pool.available_size() > 0 or self.evict_mamba(1) > 0
 
     def _checkpoint_of(self, req: CachedRequest, num_tokens: int) -> int:
@@ -221,7 +225,8 @@ class MambaRadixCache(BasePrefixCache):
         return length if stored else 0
 
     def _may_store(self, req: CachedRequest, length: int) -> bool:
-        """Return whether a state after `length` tokens can be stored: after the last node, at the end of a page."""
+        """Return whether a state after `length` tokens can be stored: `length` is the end of a page, and is beyond the
+        request's prefix in the tree."""
         return length > req.last_node.depth_tokens and length % self.page_size == 0
 
     def _store(
@@ -232,7 +237,8 @@ class MambaRadixCache(BasePrefixCache):
         chunked: bool,
         take: Callable[[], torch.Tensor | None],
     ) -> None:
-        """Insert the first `length` tokens, and the state that `take` returns unless the tree already has one."""
+        """Insert the first `length` tokens. If the tree has no state at their end, also store the state that `take`
+        returns."""
         self._insert_pages(req, tokens, length, chunked)
         node = req.last_node
         assert node.depth_tokens == length, "a state is stored exactly at the end of the tokens that it has consumed"
@@ -241,7 +247,7 @@ class MambaRadixCache(BasePrefixCache):
             assert state is not None, "the caller has checked that a state is free"
             self._tree.attach(node, MAMBA, state)
         if self.enable_mamba_extra_buffer and (req.mamba_last_track_seqlen or 0) <= length:
-            req.mamba_last_track_seqlen = None  # stored now, or not needed, because a longer prefix is stored
+            req.mamba_last_track_seqlen = None  # stored now, or not needed since a longer prefix is stored
 
 
 def _donated_state(req: CachedRequest) -> torch.Tensor:

@@ -15,8 +15,8 @@ from hicache.tiers import FULL, MAMBA, SWA, Component
 class TreeNode(Node):
     """A tree node with SGLang's attributes.
 
-    `tree`: the tree that the node is in; None for a node that was never in a tree. All pages of a node have the same
-    uses, so the uses of its last page are those of the node. Times are ticks of a logical clock. `host_ref_counter`:
+    `tree`: the tree that the node is in; None for a node that was never in a tree. All pages of a node are used
+    together, so the node's uses are read from its last page. Times are ticks of a logical clock. `host_ref_counter`:
     number of users of the host copy, see `protect_host`."""
 
     __slots__ = ("host_ref_counter", "tree")
@@ -37,7 +37,7 @@ class TreeNode(Node):
         return self.last_access_time < other.last_access_time
 
     def has(self, component: Component) -> bool:
-        """Return whether the node's value of a component is on the device."""
+        """Return whether the device has the node's slots, window slots or state, depending on the component."""
         pages = self._pages(component)
         return pages is not None and bool(pages.has(self.rows[-1:]).all())
 
@@ -61,12 +61,13 @@ class TreeNode(Node):
 
     @property
     def key(self) -> RadixKey | None:
-        """The tokens of the node; empty for the root of a tree, None for a node that was never in a tree."""
+        """The tokens of the node. The key is empty for the root of a tree, and None for a node that was never in a
+        tree."""
         return None if self.run is None else key_of(self.run.tokens, self.namespace)
 
     @property
     def value(self) -> torch.Tensor | None:
-        """The slots of the node, int64 `[tokens]`. Returns None if it is not on the device."""
+        """The slots of the node, int64 `[tokens]`. Returns None if the node is not on the device."""
         pages = self._pages(FULL)
         return None if pages is None else pages.value(self.rows)
 
@@ -77,7 +78,7 @@ class TreeNode(Node):
 
     @property
     def mamba_value(self) -> torch.Tensor | None:
-        """The state at the end of the node, int64 `[1]`. Returns None if it has none."""
+        """The state at the end of the node, int64 `[1]`. Returns None if the node has no state."""
         pages = self._pages(MAMBA)
         return pages.value(self.rows[-1:]) if pages is not None and self.has(MAMBA) else None
 
@@ -115,7 +116,7 @@ class TreeNode(Node):
 
     @property
     def hash_value(self) -> list[str] | None:
-        """The page keys as hex digits. Returns None if they were not computed before."""
+        """The keys of the node's pages as hex digits. Returns None if these keys have not been computed yet."""
         keys = self._keys()
         return None if keys is None else [key.hex() for key in keys]
 
@@ -134,7 +135,7 @@ class TreeNode(Node):
         self.host_ref_counter -= 1
 
     def _pages(self, component: Component) -> DevicePages | None:
-        """Return the device pages of a component; None for a node that is not in a tree (any more)."""
+        """Return the device pages of a component. Returns None if the node is not, or no longer, in a tree."""
         is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] == self.id
         return self.tree.pages.get(component) if self.tree is not None and is_held else None
 

@@ -18,9 +18,9 @@ _NO_EFFECT = ["tp_cache_group", "enable_metrics", "pp_rank", "pp_size", "disable
 class CacheInitParams:
     """The parameters of a prefix cache; sizes are in tokens.
 
-    In a simulation `token_to_kv_pool_allocator` may be None, and `req_to_token_pool` too if no request is cached.
-    Schedulers read `chunked_prefill_size`; no cache does. SGLang's schedulers pass the fields from `tp_cache_group` on,
-    which must have their defaults: one rank, no metrics, finished requests are inserted, no expiry.
+    A simulation may set `token_to_kv_pool_allocator` to None, and also `req_to_token_pool` if it caches no requests.
+    Only schedulers read `chunked_prefill_size`. The fields from `tp_cache_group` on exist because SGLang's schedulers
+    pass them. They must have their defaults: one rank, no metrics, finished requests are inserted, no expiry.
     """
 
     disable: bool
@@ -60,9 +60,9 @@ class MatchPrefixParams(NamedTuple):
 class MatchResult(NamedTuple):
     """The longest usable prefix.
 
-    `device_indices`: its slots, int64 `[tokens]`. `last_device_node`: the node at its end. `last_host_node` and
-    `host_hit_length` belong to a host tier, which these caches do not have. `mamba_branching_seqlen`: the length at
-    which a recurrent state is missing for a longer match, or None.
+    `device_indices`: slots of the prefix, int64 `[tokens]`. `last_device_node`: the node at the end of the prefix.
+    `last_host_node` and `host_hit_length` belong to a host tier, which these caches do not have.
+    `mamba_branching_seqlen`: the length at which a stored recurrent state would have made the match longer, or None.
     """
 
     device_indices: torch.Tensor
@@ -75,10 +75,10 @@ class MatchResult(NamedTuple):
 class InsertParams(NamedTuple):
     """The arguments of `insert`.
 
-    `value`: the slots of the tokens `key`, int64 `[tokens]`; None: the token ids are used as slots. `mamba_value`: the
-    state `[1]` that has consumed exactly `key`. `prev_prefix_len`: number of first tokens whose slots are from a match.
-    `swa_evicted_seqlen`: number of first tokens whose window slots were freed. `chunked`: whether more chunks of the
-    request's prompt will be computed.
+    `value`: the slots of the tokens `key`, int64 `[tokens]`; if it is None, the token ids serve as slots.
+    `mamba_value`: the state `[1]` that has consumed exactly the tokens of `key`. `prev_prefix_len`: number of first
+    tokens whose slots the caller got from a match. `swa_evicted_seqlen`: number of first tokens whose window slots were
+    freed. `chunked`: whether more chunks of the request's prompt will be computed.
     """
 
     key: RadixKey
@@ -91,8 +91,9 @@ class InsertParams(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """The result of `insert`. `prefix_len`: number of tokens of the key that were in the tree before. `mamba_exist`:
-    whether the tree had a state at the end of the key before; then the caller frees the offered state."""
+    """The result of `insert`. `prefix_len`: number of tokens of the key that were in the tree before the insert.
+    `mamba_exist`: whether the tree already had a state at the end of the key; if so, the caller frees the offered
+    state."""
 
     prefix_len: int
     mamba_exist: bool = False

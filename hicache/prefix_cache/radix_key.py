@@ -1,7 +1,8 @@
 """`RadixKey`, the key of a prefix in the prefix caches, and its conversion to the tokens and namespace of a tree.
 
-In a tree of bigrams an element is a pair of tokens, packed as (first << 32) | second. So the tree only knows int64
-elements. The ids of bigrams must be from 0 to 2^31 - 1, because with other ids different pairs have equal elements.
+The elements of every tree are int64. In a tree of bigrams an element is a pair of tokens, packed as (first << 32) |
+second. The ids of bigrams must be from 0 to 2^31 - 1, because with other ids two different pairs could have equal
+elements.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _BIGRAM, _ESCAPE = "\x01", "\x00"
 class RadixKey:
     """The token ids and the `extra_key` of a prefix. Immutable.
 
-    `token_ids`: a sequence of ids, or of pairs with `is_bigram`. They are packed at the first use by a cache; an int64
-    array is not copied. An index or a slice is a key of the same kind with the same `extra_key`, and shares the packed
-    memory. Keys with different extra keys never match.
+    `token_ids`: a sequence of ids, or of pairs with `is_bigram`. A cache packs the ids at the first use of the key; an
+    int64 array is not copied. Indexing or slicing a key returns a key of the same kind with the same `extra_key`, which
+    shares the packed memory. Keys with different extra keys never match.
     """
 
     __slots__ = ("_bigrams", "_ids", "_packed", "extra_key", "is_bigram")
@@ -41,14 +42,15 @@ class RadixKey:
 
     @classmethod
     def of_packed(cls, tokens: Tokens, extra_key: str | None, is_bigram: bool) -> RadixKey:
-        """Build a key from packed tokens. `token_ids` unpacks them at its first use."""
+        """Build a key from packed tokens. The first use of `token_ids` unpacks these tokens."""
         key = cls(None, extra_key, is_bigram)  # type: ignore[arg-type]
         key._packed = tokens
         return key
 
     @property
     def token_ids(self) -> Any:
-        """The ids as the caller gave them; a list if the key is a part of another key."""
+        """The ids as the caller gave them. If the key was built from packed tokens, for example by slicing, the ids are
+        a list."""
         if self._ids is None:
             ids = self.packed().tolist()
             self._ids = _pairs(ids) if self.is_bigram else ids
@@ -61,7 +63,7 @@ class RadixKey:
         return iter(self.token_ids)
 
     def __getitem__(self, at: int | slice) -> RadixKey:
-        """Return a key of one id (or pair), or of a slice."""
+        """Return the key of the id or pair at an index, or of a slice."""
         packed = self.packed()[at] if isinstance(at, slice) else self.packed()[at : at + 1 or None]
         if not isinstance(at, slice) and not len(packed):
             raise IndexError(f"a key of {len(self)} tokens has no index {at}")
@@ -84,13 +86,15 @@ class RadixKey:
         return namespace_of(self.extra_key, self.is_bigram)
 
     def packed(self) -> Tokens:
-        """Return the ids as int64 `[len]`, pairs as in `pack_bigrams`. Raises InvalidTokens if ids cannot be packed."""
+        """Return the ids as int64 `[len]`; pairs are packed by `pack_bigrams`. Raises InvalidTokens if ids cannot be
+        packed."""
         if self._packed is None:
             self._packed = _pack_pairs(self._ids) if self.is_bigram and len(self._ids) else pack_tokens(self._ids)
         return self._packed
 
     def as_bigrams(self) -> RadixKey:
-        """Return the key of adjacent pairs, one fewer than tokens; a key of pairs returns itself."""
+        """Return the key of the pairs of adjacent tokens; it has one pair fewer than tokens. A key of pairs returns
+        itself."""
         if self.is_bigram:
             return self
         if self._bigrams is None:
@@ -129,7 +133,7 @@ def key_of(tokens: Tokens, namespace: str) -> RadixKey:
 
 
 def block_events(change: PageChange) -> Iterator[KVCacheEvent]:
-    """Yield the events of a change, one block each. Events of a tree of bigrams have pairs as token ids."""
+    """Yield the events of a change, one event for each block. Events of a tree of bigrams have pairs as token ids."""
     for event in change.blocks(1):
         if isinstance(change, PagesStored) and isinstance(event, BlockStored) and change.namespace.startswith(_BIGRAM):
             yield dataclasses.replace(event, token_ids=_pairs(event.token_ids))
@@ -140,7 +144,7 @@ def block_events(change: PageChange) -> Iterator[KVCacheEvent]:
 def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
     """Pack pairs of ids, element by element, as (first << 32) | second.
 
-    Raises InvalidTokens for ids outside [0, 2^31), because different pairs would have equal elements.
+    Raises InvalidTokens for ids outside [0, 2^31), because two different pairs could be packed to the same number.
     """
     # All ids are in range if and only if the bitwise OR of all ids has no bit above the lowest 31.
     if (np.bitwise_or.reduce(first) | np.bitwise_or.reduce(second)) >> _BIGRAM_ID_BITS:
@@ -156,12 +160,12 @@ def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
 
 
 def neighbours(tokens: Tokens) -> Tokens:
-    """Return the adjacent pairs of tokens, one fewer than tokens, packed as in `pack_bigrams`."""
+    """Return all pairs of adjacent tokens, packed by `pack_bigrams`, int64 `[tokens - 1]`."""
     return pack_bigrams(tokens[:-1], tokens[1:])
 
 
 def joined_tokens(first: Sequence[int], second: Sequence[int]) -> TokenSource:
-    """Return a function that packs tokens [start, end) of `first + second`; it only reads these tokens."""
+    """Return a function that packs tokens [start, end) of `first + second` and only reads these tokens."""
 
     def run(start: int, end: int) -> Tokens:
         split = len(first)

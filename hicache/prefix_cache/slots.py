@@ -1,4 +1,4 @@
-"""The slots of a prefix cache: freeing them, checking them, and the `prefix_indices` of requests."""
+"""Frees and checks the slots of a prefix cache, and builds the `prefix_indices` of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hicache.tiers import FULL, SWA, joined
 
 
 class AllocatorAdapter:
-    """The allocator of a cache: an allocator of `hicache.alloc`, another object with `free`, or none (simulation)."""
+    """Wraps the allocator of a cache: an allocator of `hicache.alloc`, or for a simulation another object with `free`,
+    or None."""
 
     def __init__(self, allocator: SlotAllocator | None) -> None:
         self._allocator = allocator
@@ -27,7 +28,7 @@ class AllocatorAdapter:
         self._windows = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
 
     def free(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """Free slots of consecutive tokens of one sequence, the first of them at `first_position`."""
+        """Free the slots of consecutive tokens of one sequence. `first_position`: position of the first token."""
         if not slots.numel():
             return
         if self._real is not None:
@@ -36,7 +37,8 @@ class AllocatorAdapter:
             self._allocator.free(slots)
 
     def free_released(self, released: list[Released]) -> None:
-        """Free the full slots, and the separate window slots, that the tree released. Does not free states."""
+        """Free the full slots that the tree released, and window slots that it released separately. Does not free
+        states."""
         windows = [each.value for each in released if each.component == SWA]
         if windows and self._windows is not None:
             self._windows.free_swa(joined(windows))
@@ -45,7 +47,8 @@ class AllocatorAdapter:
             self.free(joined(slots))
 
     def free_replaced(self, offered: torch.Tensor, inserted: Inserted, first_position: int) -> None:
-        """Free the offered slots that slots of the tree replace. First move their window slots to tombstones."""
+        """Free the offered slots of tokens for which the tree already has slots. If such a token is a tombstone in the
+        tree, the tree's slot first takes over the window slot of the offered slot."""
         replaced = offered[: len(inserted.existing)]
         if self._windows is not None:
             for start, end in inserted.adopted:
@@ -89,7 +92,7 @@ class AllocatorAdapter:
         return found
 
     def window_violations(self, tree: RadixTree) -> list[str]:
-        """Return the nodes for which tree and allocator disagree whether they have window slots."""
+        """Return a text for each node for which tree and allocator disagree whether the node has window slots."""
         if self._windows is None:
             return []
         found = []
@@ -102,7 +105,8 @@ class AllocatorAdapter:
 
 
 class TableRows:
-    """The rows of a request table, read as int64. On the CPU numpy reads them, which is faster for a few slots."""
+    """Reads rows of a request table as int64. Rows on the CPU are read with numpy, which is faster than torch for a few
+    slots."""
 
     def __init__(self, table: ReqToTokenPool | None) -> None:
         self._rows = None if table is None else table.req_to_token
@@ -119,8 +123,9 @@ class TableRows:
 class PrefixBuffers:
     """Growing buffers for the `prefix_indices` of requests that are prefilled in chunks, int64.
 
-    The `prefix_indices` of a request are the front of a longer buffer, so that a chunk only copies its own slots. There
-    is one buffer per row. A buffer belongs to a request only while `req.prefix_indices` is its front.
+    The `prefix_indices` of a request are a view of the front of a longer buffer, so that each chunk only copies its own
+    slots. There is one buffer per row of the request table. A buffer belongs to a request only while
+    `req.prefix_indices` is a view of this buffer's front.
     """
 
     def __init__(self, rows: TableRows) -> None:
@@ -128,7 +133,8 @@ class PrefixBuffers:
         self._buffers: dict[int, torch.Tensor] = {}
 
     def extended(self, req: CachedRequest, known_len: int, num_tokens: int) -> torch.Tensor:
-        """Return the first `num_tokens` slots of the request's row. The first `known_len` are not read again."""
+        """Return the first `num_tokens` slots of the request's row. The first `known_len` slots are taken from
+        `req.prefix_indices` and not read again."""
         row, shown = req.req_pool_idx, req.prefix_indices
         assert row is not None, "the request has no row"
         buffer = self._buffers.get(row)
@@ -164,6 +170,6 @@ def states_of(table: ReqToTokenPool, request: Any) -> list[torch.Tensor]:
 
 
 def free_states(table: ReqToTokenPool, request: Any) -> None:
-    """Free the states of a request that it has not donated to a tree."""
+    """Free the states that a request still owns, because it has not donated them to a tree."""
     if isinstance(table, HybridReqToTokenPool) and states_of(table, request):
         table.free_mamba_cache(request)

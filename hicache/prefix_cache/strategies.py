@@ -1,4 +1,4 @@
-"""SGLang's eviction strategies, each a function from a node to its rank."""
+"""SGLang's eviction strategies. A strategy computes the rank of a node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LRUStrategy(EvictionStrategy):
 
 
 class LFUStrategy(EvictionStrategy):
-    """Evicts the least often used node first; among equal ones, the least recently used."""
+    """Evicts the least often used node first. Of nodes with equally many uses, the least recently used one is first."""
 
     def get_priority(self, node: Usage) -> tuple[int, int]:
         return node.hit_count, node.last_access_time
@@ -70,14 +70,16 @@ class FILOStrategy(EvictionStrategy):
 
 
 class PriorityStrategy(EvictionStrategy):
-    """Evicts the node with the lowest request priority first; among equal ones, the least recently used."""
+    """Evicts the node with the lowest priority first. Of nodes with equal priority, the least recently used one is
+    first."""
 
     def get_priority(self, node: Usage) -> tuple[int, int]:
         return node.priority, node.last_access_time
 
 
 class SLRUStrategy(EvictionStrategy):
-    """Evicts nodes used fewer than `protected_threshold` times first; within both segments, the least recently used."""
+    """Evicts nodes with fewer than `protected_threshold` uses before nodes with more. Within each of these two
+    segments, the least recently used node is first."""
 
     def __init__(self, protected_threshold: int = 2) -> None:
         self.protected_threshold = protected_threshold
@@ -98,7 +100,7 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
 
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:
-    """Return the strategy `name`, case-insensitive. Raises ConfigError for an unknown name."""
+    """Return the strategy called `name`, ignoring case. Raises ConfigError for an unknown name."""
     strategy = _STRATEGIES.get(name.lower())
     if strategy is None:
         raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(sorted(_STRATEGIES))}")

@@ -1,9 +1,10 @@
 """The prefix cache of models with full attention and sliding windows.
 
-A prefix is usable if its last `sliding_window_size` tokens have window slots. A shorter prefix is usable if all its
-tokens have window slots. Window slots are evicted before full slots. A node without window slots is a tombstone: a
-match may pass through it but not end in it. A request frees its window slots as it decodes (`swa_evicted_seqlen`). A
-tombstone gets window slots again from the next request that computes the same tokens.
+A prefix is usable if its last `sliding_window_size` tokens have window slots. A prefix shorter than that is usable if
+all its tokens have window slots. Window slots are evicted before full slots. A node whose window slots were evicted is
+a tombstone: a match may pass through a tombstone but not end in it. While a request decodes, it frees the slots of
+tokens that leave the window (`swa_evicted_seqlen`). A tombstone gets window slots again from the next request that
+computes the same tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from hicache.tiers import FULL, SWA, Component
 
 
 class _NodeWindows(SwaComponent):
-    """Window slots of complete nodes. A lock covers the same tokens until it is released, even if nodes are split."""
+    """Manages the window slots of complete nodes. A lock covers the same tokens from `lock` to `unlock`, even if nodes
+    are split in between."""
 
     def __init__(self, window: int) -> None:
         super().__init__(window)
@@ -48,14 +50,15 @@ class _NodeWindows(SwaComponent):
 
 
 class SWARadixCache(BasePrefixCache):
-    """Prefixes with their full slots. Some also have window slots, to which the allocator maps the full slots.
+    """Prefixes with their full slots. Some tokens also have window slots. The allocator maps the full slot of each of
+    these tokens to its window slot.
 
     Sizes are in tokens: `full_*` of full slots, `swa_*` of window slots. A lock covers the window slots of all nodes
     with some of the last `sliding_window_size` tokens.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        """Raise ConfigError without a window, or with an allocator that has no window slots."""
+        """Raise ConfigError if `sliding_window_size` is missing or below 1, or if the allocator has no window slots."""
         window, allocator = params.sliding_window_size, params.token_to_kv_pool_allocator
         if window is None or window < 1:
             raise ConfigError(f"sliding_window_size={window} is too small; give the window of the model, in tokens")
@@ -65,16 +68,17 @@ class SWARadixCache(BasePrefixCache):
         super().__init__(params)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert the full pages of a key. Tokens from `swa_evicted_seqlen` on are offered with window slots.
+        """Insert the full pages of a key. The offered slots of tokens from `swa_evicted_seqlen` on have window slots.
 
-        If tokens from `prev_prefix_len` on are already in the tree, their offered slots are freed; tombstones first
-        take over the window slots.
+        If tokens from `prev_prefix_len` on are already in the tree, their offered slots are freed. Tombstones among
+        them first take over the window slots of the offered slots.
         """
         if self.disable:
             return InsertResult(0)
         tokens, namespace = self._packed(params.key)
         known_len = self._full_pages_len(min(params.prev_prefix_len, len(tokens)))
-        # The caller got these slots from a match, so they are already in the tree, some as tombstones.
+        # The caller got the first slots from a match, so their tokens are in the tree. Some may have become tombstones
+        # since.
         if known_len:
             known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).full_len)
         inserted, offered = self._insert(params, known_len)
@@ -82,7 +86,8 @@ class SWARadixCache(BasePrefixCache):
         return InsertResult(known_len + len(inserted.existing))
 
     def inc_lock_ref(self, node: TreeNode) -> int | None:
-        """Lock the prefix that ends with `node`. Returns a value for `dec_lock_ref`, which ignores it."""
+        """Lock the prefix that ends with `node`. Returns a value that the caller may pass to `dec_lock_ref`, which
+        ignores this value."""
         super().inc_lock_ref(node)
         return None if self.disable or node.is_root else node.id
 
@@ -106,7 +111,7 @@ class SWARadixCache(BasePrefixCache):
         return (_NodeWindows(self.sliding_window_size),)
 
     def _window_from(self, swa_evicted_seqlen: int, start: int, end: int) -> int | None:
-        # The window slots of a page count as freed if the window slot of its first token was freed.
+        # A page whose first token has lost its window slot counts as a page without window slots.
         lost = -(-swa_evicted_seqlen // self.page_size) * self.page_size
         return min(max(lost, start), end) - start
 
@@ -114,7 +119,7 @@ class SWARadixCache(BasePrefixCache):
         return req.swa_evicted_seqlen
 
     def _part_to_evict(self, victim: Node, component: Component) -> Node:
-        # In a node longer than the window, a match at its end does not need the window slots of the front.
+        # A match at the end of a node longer than the window does not need the window slots at the node's front.
         surplus = self._full_pages_len(max(0, victim.num_tokens - self.sliding_window_size)) if component == SWA else 0
         return self._tree.split(victim, surplus) if surplus else victim
 

@@ -4,16 +4,17 @@
     L2  blocks of pinned CPU memory, as host pages               at most l2_max, and l2_bytes
     L3  the same blocks in the page store                        at most disk_bytes
 
-`get` loads a tensor into L1. The least recently used tensors are moved to the next lower tier, and the store evicts
-from L3. A tensor is in L1 or L2, and may also be on disk. Its value is a header (see `tensor_header`) and its bytes,
-cut into blocks:
+`get` loads a tensor into L1. If L1 or L2 is full, its least recently used tensors are moved to the next lower tier. If
+L3 is full, the store evicts blocks. A tensor is never in both L1 and L2; a tensor in memory may also be on disk. L2 and
+L3 store a header (see `tensor_header`) followed by the tensor's bytes, cut into blocks:
 
     block 0      [header][bytes ...]
     block i > 0  [bytes ...], the last one padded with zeros
 
-Nothing is pickled. The key of block 0 is the digest of the name. The keys of the other blocks contain the nonce, a
-random number of each `put`, so blocks of two tensors with one name never mix. Block 0 is written last and deleted
-first, so a tensor on disk is found completely or not at all. A tensor that the disk does not accept is dropped.
+Nothing is pickled. The key of block 0 is the digest of the name. The keys of the later blocks contain the nonce, a
+random number that each `put` chooses. So blocks of an old and a new tensor with the same name never mix. Block 0 is
+written last and deleted first, so a tensor on disk is found completely or not at all. If the disk does not accept a
+tensor that is moved to it, the tensor is dropped.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _BLOCKS_PER_CALL = 64
 
 @dataclass(frozen=True)
 class TensorCacheStats:
-    """A snapshot: tensors and bytes in each tier, hits by tier, and tensors moved to L2 and L3. `dropped`: tensors that
-    were removed from memory without a copy on disk."""
+    """A snapshot of numbers: tensors and bytes in each tier, hits by tier, tensors moved to L2 and to L3. `dropped`:
+    number of tensors that were removed from memory without a copy on disk."""
 
     l1_tensors: int
     l1_bytes: int
@@ -76,11 +77,12 @@ class _Entry:
 
 
 class HiCache:
-    """A cache of tensors by name. One thread at a time; copies are complete when a call returns.
+    """A cache of tensors by name. Only one thread at a time may call it. When a call returns, its copies are complete.
 
     Owns its device tensors, its pinned memory and the store in `path`. `put` copies its argument. `get` returns the
-    tensor of the cache, which stays valid while the caller has a reference: clone it before writing to it. `close`
-    writes all tensors in memory to disk, where another cache with the same `block_bytes` and `namespace` finds them.
+    cache's own tensor, which stays valid while the caller has a reference. The caller must clone this tensor before
+    writing to it. `close` writes all tensors in memory to disk, where another cache with the same `block_bytes` and
+    `namespace` finds them.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class HiCache:
         block_bytes: int = 256 << 10,
         namespace: str = "",
     ) -> None:
-        """Allocate the memory of L2, and open the store of L3 in the directory `path` (None: no L3). `l1_max`,
+        """Allocate the memory of L2, and open the store of L3 in the directory `path` (no L3 if it is None). `l1_max`,
         `l2_max`: maximum numbers of tensors in L1 and L2. `l1_bytes`, `l2_bytes`, `disk_bytes`: maximum bytes of each
         tier. `block_bytes`: size of the blocks into which tensors are cut. `namespace` should name the model and its
         weights; a store is opened only with the same namespace. Raises ConfigError, OutOfMemory or StoreError."""
@@ -125,7 +127,7 @@ class HiCache:
         self._l1_used = 0
         self._closed = False
         self._owner = OwnerProcess("the tensor cache")
-        self._replaced = set[bytes]()  # names whose old tensor may still be on disk
+        self._replaced = set[bytes]()  # names with a new tensor, whose old tensor may still be on disk
         self._breaker = Breaker("writes", LIMITS, time.monotonic)
         self._counts = dict.fromkeys(("l1_hits", "l2_hits", "l3_hits", "misses", "to_l2", "to_l3", "dropped"), 0)
 
@@ -139,7 +141,8 @@ class HiCache:
         self._add_to_l1(name, _Entry(header, value=value))
 
     def get(self, key: str | bytes) -> torch.Tensor | None:
-        """Return the tensor on the device, and make it the most recently used; None if no tier has it."""
+        """Return the tensor, loaded to the device, and make it the most recently used one. Returns None if no tier has
+        it."""
         self._require_open()
         name = _name(key)
         entry = self._l1.get(name)
@@ -202,7 +205,7 @@ class HiCache:
         if self._closed or not self._owner.is_here:
             return
         try:
-            # A new breaker is closed, so that writes do not wait for the backoff of an earlier failure.
+            # A new circuit breaker has no failures, so writes do not wait for the backoff of an earlier failure.
             self._breaker = Breaker("writes", LIMITS, time.monotonic)
             for name in list(self._replaced):
                 self._delete_on_disk(name)
@@ -230,7 +233,7 @@ class HiCache:
         self._l1[name] = entry
         self._l1_used += entry.header.num_bytes
         limit = self.l1_bytes
-        # The newest tensor stays in L1 at any size, because the caller is about to use it.
+        # The newest tensor stays in L1 even if it exceeds `l1_bytes`, because the caller is about to use it.
         while len(self._l1) > self.l1_max or (limit is not None and self._l1_used > limit and len(self._l1) > 1):
             self._demote_from_l1()
 
@@ -308,9 +311,9 @@ class HiCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _to_disk(self, name: bytes, header: TensorHeader, blocks: list[PageBuffer]) -> bool:
-        """Write the blocks of a tensor. Returns whether the disk has all of them.
+        """Write the blocks of a tensor to disk. Returns whether the disk then has all these blocks.
 
-        Writes nothing while an old tensor of the name is on disk, or during the backoff after a disk error."""
+        Writes nothing while the disk has an old tensor with this name, or during the backoff after a disk error."""
         token = None if self._store is None else self._breaker.admit()
         if self._store is None or token is None:
             return False
@@ -326,14 +329,15 @@ class HiCache:
         return stored
 
     def _put_blocks(self, name: bytes, header: TensorHeader, blocks: list[PageBuffer]) -> bool:
-        """Write block 0 last, because it makes the tensor visible; skip it if the store refuses another block."""
+        """Write block 0 last, because this block makes the tensor visible. If the store refuses another block, do not
+        write block 0."""
         assert self._store is not None
         items = list(zip(_block_keys(name, header, len(blocks)), blocks, strict=True))
         parts = [items[start : start + _BLOCKS_PER_CALL] for start in range(1, len(items), _BLOCKS_PER_CALL)]
         return all(all(self._store.put(part)) for part in (*parts, items[:1]))
 
     def _header_on_disk(self, name: bytes) -> tuple[TensorHeader, PageBuffer] | None:
-        """Return the header of a name on disk, and block 0; None if the disk has neither."""
+        """Return the header and block 0 of the tensor called `name` on disk; None if the disk does not have it."""
         block = np.empty(self.block_bytes, dtype=np.uint8)
         if self._store is None or not self._store.get_into([name], [block])[0]:
             return None
@@ -370,14 +374,14 @@ class HiCache:
             self._delete_on_disk(name)
 
     def _delete_on_disk(self, name: bytes) -> None:
-        """Delete a tensor from disk, or record that it may still be there."""
+        """Delete a tensor from disk. If this fails, record that the tensor may still be on disk."""
         assert self._store is not None
         found = self._header_on_disk(name)
         self._store.delete([name] if found is None else _block_keys(name, found[0], self._num_blocks(found[0])))
         (self._replaced.add if self._may_be_on_disk(name) else self._replaced.discard)(name)
 
     def _may_be_on_disk(self, name: bytes) -> bool:
-        """Return whether the disk has the name, or cannot be read."""
+        """Return whether the disk has a tensor called `name`, or cannot be read."""
         if self._store is None:
             return False
         num_errors = self._store.thread_read_errors()
@@ -408,6 +412,7 @@ def _block_keys(name: bytes, header: TensorHeader, num_blocks: int) -> list[byte
 
 
 def _payload_of(memories: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each piece of memory with its payload: the piece itself, or in the first piece all but the header."""
+    """Yield each piece of memory together with its payload. The payload of the first piece is the part after the
+    header; that of any other piece is the complete piece."""
     for index, memory in enumerate(memories):
         yield memory, memory[HEADER_BYTES:] if index == 0 else memory

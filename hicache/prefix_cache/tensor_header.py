@@ -1,4 +1,4 @@
-"""The header of a stored tensor, which has a fixed size and precedes its bytes.
+"""The header of a stored tensor. It has a fixed size, and the bytes of the tensor follow it.
 
     [ 0,  4)   magic b"HITC"
     [ 4,  8)   u8 format version, u8 dtype, u8 dimensions, a zero
@@ -25,7 +25,7 @@ _HEADER = struct.Struct("<4sBBBxQ16s")
 _MAX_DIMS = (HEADER_BYTES - _HEADER.size) // 8
 _MAGIC, TENSOR_FORMAT_VERSION = b"HITC", 1
 
-# The codes are part of the format: append, never reorder.
+# The header stores an index into this tuple, so new dtypes must be appended and the order must not change.
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -46,7 +46,8 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The dtype, shape and size with which a tensor is rebuilt from its bytes, and the nonce of its block keys."""
+    """The dtype, shape and size of a tensor, which `unpack` needs to rebuild it from bytes, and the nonce in the keys
+    of its blocks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

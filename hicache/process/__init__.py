@@ -1,1 +1,2 @@
-"""Process-wide duties of a command: log lines that never block it, and the work of process 1 of a container."""
+"""Process-wide duties of a command: log lines that never block the command, and the duties of process 1 of a
+container."""

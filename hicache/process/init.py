@@ -1,9 +1,9 @@
-"""Process 1 of a container, which the kernel treats differently from other processes.
+"""Handles the duties of process 1 of a container, which the kernel treats differently from other processes.
 
-No signal ends process 1 by default, so a SIGTERM is lost until a program has set its handlers. Every orphan of the
-container becomes a child of process 1 and stays a zombie until process 1 waits for it. If a command is started as
-process 1, it therefore continues in a child, where signals work normally; process 1 forwards signals to the child and
-reaps ended processes. tini and dumb-init do the same.
+No signal ends process 1 by default, so a SIGTERM is lost until the program has set a handler for it. Every orphan of
+the container becomes a child of process 1 and stays a zombie until process 1 waits for it. So if a command is started
+as process 1, it continues in a child process, where signals work normally. Process 1 forwards signals to the child and
+waits for ended processes, as tini and dumb-init do.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _NOT_PASSED_ON = {*_OF_DEFECTS, signal.SIGKILL, signal.SIGSTOP}
 
 
 def leave_process_1() -> None:
-    """If this process is process 1, fork and return in the child; else return at once. Call it before threads are
-    started."""
+    """If this process is process 1, fork and return only in the child; otherwise return immediately. Call this function
+    before threads are started."""
     if os.getpid() == _INIT:
         supervise()
 
 
 def supervise() -> None:
-    """Fork and return in the child. This process ends when the child ends: with its status, or with 128 plus its
-    signal."""
+    """Fork and return only in the child. This process ends when the child ends. The exit status of this process is the
+    exit status of the child, or 128 plus the number of the signal that killed the child."""
     passed_on = signal.valid_signals() - _NOT_PASSED_ON
     before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     child = os.fork()
@@ -41,13 +41,13 @@ def _pass_on(signals: Collection[int], child: int) -> NoReturn:
         received = signal.sigwaitinfo(signals)
         if received.si_signo == signal.SIGCHLD:
             _reap(child)
-        # the signal was sent by a process; signals of the terminal reach the child directly
+        # a process sent the signal; a signal of the terminal also reaches the child directly
         elif received.si_code <= 0:
             os.kill(child, received.si_signo)
 
 
 def _reap(child: int) -> None:
-    """Reap all ended processes. If the child is among them, end this process."""
+    """Wait for all ended processes, so that they are no zombies. If the child has ended, end this process."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

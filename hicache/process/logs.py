@@ -1,7 +1,8 @@
-"""Logs of servers and their store processes: lines on stderr, as text on a terminal and as JSON elsewhere.
+"""Logs of servers and their store processes. Lines are written to stderr, as text if stderr is a terminal, otherwise as
+JSON.
 
-No line contains text of a prompt or an answer, whatever fails. A separate thread writes the lines. If nothing reads
-stderr, lines are dropped and counted, and the process continues.
+No line contains text of a prompt or an answer, even if a call fails. A separate thread writes the lines. If nothing
+reads stderr, lines are dropped and counted, and the process continues.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ _PLAIN = re.compile(r'"[^\s"\\]+"')  # matches JSON strings that are unambiguous
 class JsonLines(logging.Formatter):
     """Formats a record as one JSON object in a line. `extra={"fields": {...}}` adds fields.
 
-    An exception's message, and the lines of a message after the first, may quote text that a client sent. So an
-    exception is logged as its class and the place that raised it, and messages of other libraries are cut to their
-    first line.
+    The message of an exception may quote text that a client sent, and so may every line after the first of any message.
+    So an exception is logged as its class and its stack frames, and each message is cut to its first line.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -71,18 +71,18 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 class LineWriter(logging.Handler):
-    """Writes lines to a file descriptor on its own thread. `emit` never waits for that thread.
+    """Writes lines to a file descriptor in a separate thread. `emit` never waits for this thread.
 
-    Lines that find the queue full are dropped; once the queue has capacity, a line says how many. In a forked process,
-    which has no such thread, nothing is written.
+    If the queue is full, lines are dropped. When the queue has capacity again, a line reports the number of dropped
+    lines. A forked process does not have the thread, so it writes nothing.
     """
 
     def __init__(self, descriptor: int = _STDERR, max_lines: int = _MAX_LINES) -> None:
         super().__init__()
-        is_closed = descriptor == _STDERR and sys.__stderr__ is None  # the descriptor 2 may then belong to another file
+        is_closed = descriptor == _STDERR and sys.__stderr__ is None  # descriptor 2 may be another file
         self._descriptor = -1 if is_closed else descriptor
         self._process = os.getpid()
-        # `flush` queues an event, which is set when it is reached
+        # `flush` queues an event, which the thread sets after it has written all earlier lines
         self._lines = queue.Queue[bytes | threading.Event | None](max_lines)
         self._num_dropped = 0
         self._thread = threading.Thread(target=self._write_all, name="hicache-logs", daemon=True)
@@ -98,7 +98,7 @@ class LineWriter(logging.Handler):
             self._num_dropped += 1
 
     def flush(self) -> None:
-        """Wait until the lines logged so far are written, at most `_FLUSH_TIMEOUT_S` seconds."""
+        """Wait at most `_FLUSH_TIMEOUT_S` seconds until the lines logged so far are written."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         written = threading.Event()
@@ -107,7 +107,8 @@ class LineWriter(logging.Handler):
             written.wait(_FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Write the queued lines and stop the thread, within a few seconds even if nothing reads them."""
+        """Write the queued lines and stop the thread. `close` takes at most a few seconds, even if nothing reads the
+        lines."""
         super().close()
         with contextlib.suppress(queue.Full):
             self._report_dropped(_FLUSH_TIMEOUT_S)
@@ -123,8 +124,8 @@ class LineWriter(logging.Handler):
     def _line(self, record: logging.LogRecord) -> bytes:
         try:
             text = self.format(record)
-        except (TypeError, ValueError, LookupError):  # a defect in the logging code; its arguments are omitted
-            text = self.format(_warning(f"{record.pathname}:{record.lineno} logs what cannot be formatted"))
+        except (TypeError, ValueError, LookupError):  # arguments of the log call do not fit its format
+            text = self.format(_warning(f"{record.pathname}:{record.lineno} logs a message that cannot be formatted"))
         return f"{text}\n".encode(errors="backslashreplace")
 
     def _write_all(self) -> None:
@@ -140,17 +141,17 @@ class LineWriter(logging.Handler):
                 line = line[os.write(self._descriptor, line) :]
             except BlockingIOError:  # another process made this terminal or socket non-blocking
                 time.sleep(_FLUSH_TIMEOUT_S / 10)
-            except OSError:  # the reader has ended, so the error cannot be reported either
+            except OSError:  # the reader of stderr has ended, so this error cannot be reported
                 return
 
 
 @contextlib.contextmanager
 def server_lines(level: int = logging.INFO) -> Iterator[None]:
-    """Within the `with` block, write all logging of this process to stderr: as text if that is a terminal, else as
-    JSON.
+    """Within the `with` block, write all log records of this process to stderr, as text if stderr is a terminal,
+    otherwise as JSON.
 
-    hicache's records are written from `level` on. From WARNING on are written those of other libraries, also of
-    libraries with handlers of their own, Python warnings, and errors that end a thread.
+    Records of hicache are written from `level` on. Records of other libraries are written from WARNING on, also if a
+    library has its own handlers. Python warnings, and errors that end a thread, are written too.
     """
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(contextlib.closing(LineWriter()))
@@ -174,8 +175,8 @@ def server_lines(level: int = logging.INFO) -> Iterator[None]:
 
 @contextlib.contextmanager
 def text_lines(format: str, level: int) -> Iterator[None]:
-    """Within the `with` block, write all logging to stderr as text in the given format. For a process that ends after
-    this block."""
+    """Within the `with` block, write all log records to stderr as text in the given format. The process must end after
+    the block."""
     with contextlib.closing(LineWriter()) as writer:
         writer.setFormatter(logging.Formatter(format))
         logging.basicConfig(handlers=[writer], level=level)

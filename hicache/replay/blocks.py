@@ -19,7 +19,8 @@ class BlockTable(PageTable):
         return np.asarray(keys)
 
     def name_blocks(self, blocks: Tokens) -> None:
-        """Give rows to `blocks`, the first blocks of a prompt in order, and link each to the block before it."""
+        """Create the rows of `blocks`, and link each block to the block before it. `blocks`: the first blocks of a
+        prompt, in order."""
         if len(blocks) and (most := int(blocks.max())) >= self._num_rows:
             self._grow_to(max(most + 1, 2 * self._num_rows))
         new = blocks[self.age[blocks] == 0]
@@ -28,7 +29,7 @@ class BlockTable(PageTable):
         self.link(blocks)
 
     def forget(self, rows: Rows) -> None:
-        """Do nothing: a block keeps its row."""
+        """Do nothing, because the row of a block never changes."""
 
     def violations(self) -> list[str]:
         """Return no violation: this table has no free rows and no keys to check."""
@@ -36,7 +37,7 @@ class BlockTable(PageTable):
 
 
 class BlockPool:
-    """A page pool without bytes, which only counts (see `HostPagePool`). `num_pages`: capacity in blocks; None: no
+    """A page pool that counts pages and has no memory (see `HostPagePool`). `num_pages`: capacity in blocks; None: no
     limit."""
 
     def __init__(self, num_pages: int | None) -> None:
@@ -56,4 +57,4 @@ class BlockPool:
         self._used -= len(pages)
 
     def check(self) -> None:
-        """Do nothing: the tier itself counts its used pages."""
+        """Do nothing, because the tier itself checks the number of its used pages."""

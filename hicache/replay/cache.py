@@ -1,8 +1,9 @@
-"""A simulated cache without bytes: the engine's page table, page states and eviction orders, for two tiers.
+"""A simulated cache without bytes. It uses the engine's page table, page states and eviction orders for device and
+host.
 
 A block of a trace is one page of one token, and its row is the id of the prefix that ends with the block. Requests are
-served one after the other, and every copy completes immediately. The steps are those of `hicache.flow`;
-`docs/replay.md` states them as rules.
+served one after the other, and every copy completes immediately. A request has the same steps as in `hicache.flow`;
+`docs/replay.md` states these steps as rules.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
 from hicache.tiers import DISK
 
-_BLOCKS_PER_S = 100.0  # requested blocks per second, in place of time
+_BLOCKS_PER_S = 100.0  # assumed rate of requests for blocks, for simulated times.
 
 _LARGE_HOST = 512  # number of blocks above which a host counts as large
 _BACKUP_AT_EVICTION = ("write_back", "exclusive")  # write policies that copy a page when it is evicted
 
 
 class BlockHits(NamedTuple):
-    """The numbers of blocks of one prompt that need not be computed, by the tier that had them when the request
-    arrived."""
+    """The numbers of hit blocks of one prompt, by the tier that had them when the request arrived."""
 
     device: int = 0
     host: int = 0
@@ -44,7 +44,7 @@ class BlockHits(NamedTuple):
 @dataclass(frozen=True)
 class Copies:
     """The numbers of copied blocks: `loaded` from host to device, `backed_up` from device to host, `read` from disk to
-    host, `written` from host to disk. `never_read`: written blocks that no request read until the end."""
+    host, `written` from host to disk. `never_read`: blocks that were written to disk and never read by a request."""
 
     loaded: int = 0
     backed_up: int = 0
@@ -87,11 +87,13 @@ class CacheSimulation:
         self._loaded = self._backed_up = self._read = 0
 
     def _trace_time_s(self) -> float:
-        """Return the seconds since the start of the trace, if requests ask for `blocks_per_s` at a constant rate."""
+        """Return the simulated seconds since the start of the trace: the number of requested blocks divided by
+        `blocks_per_s`."""
         return self._num_requested / self._blocks_per_s
 
     def _record_eviction(self, rows: Rows) -> None:
-        """Record rows that the device is about to evict, in the order of eviction."""
+        """Record rows that the device is about to evict, so that `_backup_evicted` can back them up. `rows`: in the
+        order of eviction."""
         order, host = self.device.order, self.host
         if host is not None and self._backs_up_at_eviction:
             evicted = rows[~host.has(rows) & ~order.has_ended[rows]]
@@ -100,7 +102,7 @@ class CacheSimulation:
 
     @property
     def copies(self) -> Copies:
-        """The numbers of copies since the start, or since the last `reset_counts`."""
+        """The numbers of copied blocks since the start, or since the last `reset_counts`."""
         written, useful = (0, 0) if self.disk is None else (self.disk.num_written, self.disk.num_useful)
         return Copies(self._loaded, self._backed_up, self._read, written, written - useful)
 
@@ -111,7 +113,8 @@ class CacheSimulation:
             self.disk.reset_counts()
 
     def serve(self, blocks: Tokens, hint: Hint = NO_HINT, now_s: float = 0.0) -> BlockHits:
-        """Serve one request at `now_s`, from its arrival to its end. `blocks`: ids of prefixes, see `prefix_ids`."""
+        """Simulate one request from its arrival to its end, at the time `now_s`. `blocks`: ids of prefixes, see
+        `prefix_ids`."""
         device, host = self.device, self.host
         for tier in (device,) if host is None else (device, host):
             tier.order.expire(now_s)
@@ -133,7 +136,7 @@ class CacheSimulation:
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
 
     def check(self) -> None:
-        """Raise `InvariantError` if the accounts of a tier are wrong, or if it exceeds its capacity."""
+        """Raise `InvariantError` if a tier has wrong accounts or more blocks than its capacity."""
         self.device.check()
         if self.host is not None:
             self.host.check()
@@ -141,9 +144,10 @@ class CacheSimulation:
     # The steps of a request
 
     def _prefetch(self, blocks: Tokens, device_len: int) -> Rows:
-        """Read the blocks that only the disk has into the host. Returns the indices of the blocks that were read.
+        """Copy the blocks that only the disk has from the disk to the host. Returns the indices of these blocks in
+        `blocks`.
 
-        Blocks on the host that directly precede a missing block are locked during the read."""
+        During the copy, host blocks directly before a copied block are locked."""
         host, disk = self.host, self.disk
         if host is None or disk is None:
             return NO_ROWS
@@ -166,9 +170,10 @@ class CacheSimulation:
         return read
 
     def _admit(self, blocks: Tokens, device_len: int, length: int) -> int:
-        """Load the part of the prefix (`length` blocks) that the device lacks, and evict for the complete prompt.
+        """Load the blocks [device_len, length) of the prefix to the device, after evicting enough blocks for the
+        complete prompt.
 
-        Returns the end of the prefix, which is locked."""
+        Locks the prefix and returns its length."""
         device, host = self.device, self.host
         device.lock(blocks[:device_len])
         device.order.go_on(blocks[:device_len])
@@ -198,10 +203,11 @@ class CacheSimulation:
         self.device.complete(taken)
 
     def _load_in_steps(self, host: TierPages, blocks: Tokens, done: int, end: int) -> int:
-        """Load blocks [done, end) in steps; victims of the device take the host pages of blocks that were loaded.
+        """Load blocks [done, end) in steps. Blocks that the device evicts are backed up to the host pages of blocks
+        that earlier steps loaded.
 
-        The host pages of the last two steps stay locked. All copies complete immediately, so on a large host all steps
-        run together."""
+        The host pages of the last two steps stay locked. On a large host all steps run together, because the simulated
+        copies complete immediately."""
         step, pending_steps = step_pages(host.pool.num_pages), deque[Rows]()
         while done < end:
             if len(pending_steps) > 1:
@@ -227,7 +233,8 @@ class CacheSimulation:
         host.came_above(rows)
 
     def _commit(self, blocks: Tokens, start: int) -> int:
-        """Add the blocks from `start` on to the device until it is full, and lock them. Returns their end."""
+        """Add the computed blocks, from `start` on, to the device until the device is full, and lock them. Returns the
+        end of the added blocks."""
         end = min(len(blocks), start + self.device.pool.available())
         computed = blocks[start:end]
         hits = 1 if self.host is None else np.where(self.host.state[computed] != 0, self.table.hits[computed], 1)
@@ -239,9 +246,9 @@ class CacheSimulation:
         return end
 
     def _touch_lower_tiers(self, blocks: Tokens, end: int, hint: Hint, now_s: float) -> None:
-        """Count a use of the prefix on the host and on the disk, whichever tier served it, and apply the hint.
+        """Count a use of the prefix on the host and on the disk, even if the device served it, and apply the hint.
 
-        The disk skips the end of a prompt that no later request shares."""
+        If the hint ends the session, the disk counts no use of the prompt's end that no other prompt shares."""
         used, host = blocks[:end], self.host
         if host is not None:
             host.use(used[host.has(used)])
@@ -270,8 +277,8 @@ class CacheSimulation:
                 self._touched.age[:] = 0
 
     def _end_session(self, used: Rows) -> int:
-        """Rank the unshared end of a session's last prompt lowest. Returns the number of blocks that are
-        shared."""
+        """Make the unshared end of a session's last prompt the first victim of eviction. Returns the number of blocks
+        that other prompts share."""
         shared = self.device.order.num_shared(used)
         for tier in (self.device,) if self.host is None else (self.device, self.host):
             tier.end_session(used[shared:])
@@ -280,7 +287,8 @@ class CacheSimulation:
     # Between the tiers
 
     def _maybe_backup(self, rows: Rows) -> None:
-        """Back up the blocks after the last block on the host, unless the write policy backs up at eviction."""
+        """Back up the blocks of `rows` after the last one that the host has, unless the write policy backs up at
+        eviction."""
         if self.host is not None and not self._backs_up_at_eviction:
             order, absent = self.device.order, rows[len(rows) - _first_gap(~self.host.has(rows)[::-1]) :]
             self._backup(self.host, absent, order.policy.uses_of(order.at, absent))

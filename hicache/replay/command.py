@@ -163,7 +163,7 @@ def _hints(text: str) -> tuple[HintName, ...]:
 
 
 def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | None) -> list[ReplaySettings]:
-    """Return the settings of each combination of sizes."""
+    """Return settings for each combination of sizes."""
     device, host, disk = (_sizes(flags, tier, block_tokens, costs) for tier in _TIERS)
     rules = {name: vars(flags)[name] for name in ("write_policy", "host_policy", "hints", "disk_write_budget")}
     return [
@@ -186,10 +186,10 @@ def _sizes(flags: argparse.Namespace, tier: str, block_tokens: int, costs: TierC
 
 
 def _print(trace: Trace, rows: Sequence[Case], results: Mapping[Case, ReplayResult]) -> None:
-    """Print tables of hit rates, computed tokens and copies (if there is a host); the optimum is the last row of a
-    size."""
+    """Print tables of hit rates and computed tokens, and of copies if there is a host. The last row for each size is
+    the optimum."""
     requests, blocks = counted(len(trace.requests)), counted(trace.num_blocks)
-    span = f"{trace.requests[-1].time_s:,.0f} s"  # the length of the trace, which reveals a wrong --time-unit
+    span = f"{trace.requests[-1].time_s:,.0f} s"  # an implausible duration reveals a wrong --time-unit
     title = f"{trace.name}: {requests} requests in {span}, {blocks} blocks of {trace.block_tokens} tokens"
     if trace.num_warm_up:
         title += f", the first {counted(trace.num_warm_up)} requests not counted"

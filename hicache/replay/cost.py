@@ -1,11 +1,12 @@
-"""The cost model of a replay: bytes and prefill time of tokens, seconds of the GPU and time to first token.
+"""The cost model of a replay. It computes the bytes of tokens, the seconds that the GPU needs for a prefill, and the
+time to first token.
 
     ttft_s = disk bytes / disk rate + disk and host bytes / link rate + prefill_s
 
     prefill_s = of positions [start, end): (end - start) * (1 / prefill_tokens_per_s + prefill_pair_s * mean position)
 
 `prefill_pair_s` is the time that attention adds to one token for each token before it. `hicache.flow.cost` uses the
-same formula. Rates are given as flags, in JSON files, or as the stats of an engine.
+same formula. Users give the rates as flags, in JSON files, or as a file with an engine's stats.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class TierCosts:
         return self.bytes_per_token if packed is None else packed
 
     def prefill_s(self, input_tokens: Counts, hit_tokens: Counts) -> npt.NDArray[np.float64]:
-        """Return the seconds of the GPU for each request, float64 `[requests]`; NaN if the prefill rate is unknown.
+        """Return the seconds that the GPU computes for each request, float64 `[requests]`; NaN if the prefill rate is
+        unknown.
 
         At least the last token of a prompt is computed."""
         start = np.minimum(hit_tokens, np.maximum(input_tokens - 1, 0))
@@ -81,7 +83,7 @@ class TierCosts:
 
 
 _NAMES = tuple(item.name for item in fields(TierCosts))
-# Stats of `CacheEngine.stats()`. The disk's rate is that of one reader.
+# Names in `CacheEngine.stats()`, and the rates of `TierCosts`. The stats have the disk's rate for a single reader.
 _STATS = {
     "cost.load_bytes_per_second": "load_bytes_per_s",
     "cost.read_bytes_per_second": "disk_bytes_per_s",
@@ -93,8 +95,8 @@ def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCo
     """Combine the rates `given` by flags with those of files. A flag overrides all files, and a later file an earlier
     one.
 
-    Returns None if there is no rate at all. Raises ConfigError if a file has no rate, or if a rate is missing that
-    another one needs.
+    Returns None if there is no rate at all. Raises ConfigError if a file has no rate, or if a rate is given without
+    another rate that it needs.
     """
     rates: dict[str, float] = {}
     for path in paths:
@@ -126,5 +128,5 @@ def _rates_of(path: Path) -> dict[str, float]:
 
 
 def _is_rate(value: object) -> bool:
-    """Return whether a rate was measured: an engine reports 0 before its first measurement."""
+    """Return whether `value` is a measured rate. An engine reports 0 before its first measurement."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

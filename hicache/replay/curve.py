@@ -25,7 +25,7 @@ class CurvePoint:
 def miss_ratio_curve(trace: Trace) -> list[CurvePoint]:
     """Return the miss ratios of one tier for ascending sizes, two sizes per doubling.
 
-    The last size is the smallest one at which `lru` has no more misses than with a tier without a limit."""
+    The last size is the smallest tier in which `lru` has as few misses as in a tier without a limit."""
     prompts, first = trace.prefixes, trace.num_warm_up
     num_blocks = max(1, sum(len(ids) for ids in prompts[first:]))
     hits = lru_hits_by_size(prompts, first)

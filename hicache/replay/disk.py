@@ -1,4 +1,4 @@
-"""The disk of a replay: its blocks in the order of eviction, and the number of blocks written."""
+"""The simulated disk of a replay: the stored blocks in the order of eviction, and the number of written blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class DiskOrder:
     """Blocks by prefix id, least recently used first, as a page store evicts them. `capacity`: maximum number of
     blocks; None: unlimited.
 
-    The blocks of one call are consecutive in a prompt. The first becomes the most recently used, so suffixes are
-    evicted first. Every use has a stamp, and the log has the uses by stamp. A use is skipped if its block was used
-    again later, or was evicted.
+    The blocks of one call are consecutive in a prompt. Its first block becomes the most recently used one, so the end
+    of a prompt is evicted before its start. Every use has a stamp, and the log lists the uses in the order of stamps.
+    Eviction skips a use in the log if its block was used again later or was evicted.
 
     `num_written`: blocks that `put` added. `num_useful`: written blocks that `read` returned later, each counted once.
     """
@@ -28,7 +28,7 @@ class DiskOrder:
         self._clock = 1
         self._num_stored = 0
         self._logged = 0
-        self._stamps = np.zeros(1024, np.int64)  # stamps by id; 0: not on disk
+        self._stamps = np.zeros(1024, np.int64)  # stamp of each block's last use, by id; 0: not on disk
         self._is_unread = np.zeros(1024, np.bool_)
         self._log: deque[tuple[int, Tokens]] = deque()  # each entry has a first stamp, and ids with consecutive stamps
         self.num_written = self.num_useful = 0
@@ -37,7 +37,7 @@ class DiskOrder:
         return self._num_stored
 
     def num_present(self, ids: Tokens) -> int:
-        """Return the number of `ids` on disk before the first one that is not. This does not count as a use."""
+        """Return the number of `ids` before the first one that is not on disk. This does not count as a use."""
         absent = np.flatnonzero(~self._has(ids))
         return int(absent[0]) if len(absent) else len(ids)
 
@@ -52,7 +52,8 @@ class DiskOrder:
         self._is_unread[ids] = False
 
     def put(self, ids: Tokens) -> None:
-        """Write `ids`, evicting other blocks, and finally the end of `ids` itself. Blocks on disk count as used."""
+        """Write the blocks of `ids` that are not on disk, and count a use of the others. If the disk is full, other
+        blocks are evicted first, and then the end of `ids`."""
         new, is_held = ids, self._has(ids)
         if is_held.any():
             new = ids[~is_held]

@@ -16,10 +16,10 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         "--block-tokens",
         type=as_flag(Integer("a count", 1)),
         metavar="N",
-        help="tokens of a block (default: that of the trace)",
+        help="tokens of a block (default: the block size of the trace)",
     )
     parser.add_argument(
-        "--time-unit", choices=TIME_UNITS, help="unit of the times in the trace (default: that of its format)"
+        "--time-unit", choices=TIME_UNITS, help="unit of the times in the trace (default: the unit of its format)"
     )
     parser.add_argument(
         "--warm-up",
@@ -31,8 +31,8 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_of(flags: argparse.Namespace) -> Trace:
-    """Read the trace that `flags` name. Raises TraceError for an invalid trace, ConfigError if no request would be
-    counted."""
+    """Read the trace that `flags` name. Raises TraceError for an invalid trace. Raises ConfigError if all requests are
+    in the warm-up, so that no request would be counted."""
     trace = read_trace(flags.trace, flags.block_tokens, flags.time_unit)
     num_warm_up = int(flags.warm_up * len(trace.requests))
     if num_warm_up == len(trace.requests):

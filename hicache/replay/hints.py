@@ -1,8 +1,9 @@
 """Session hints computed from a trace: whether a request is the last of its session, and the time of the next turn.
 
-The next turn of a request is the next one of the same session that has all its blocks except for the last two. These
-may differ, because the client may change the end of the prompt. In a trace without sessions all requests are one
-session. A request without a next turn counts as the last of a session, for example the last prompt of a subagent.
+The next turn of a request is the next request of the session that begins with all blocks of this request except for the
+last two. The last two blocks may differ, because the client may change the end of the prompt. In a trace without
+sessions all requests count as one session. A request without a next turn counts as the last of a session. An example is
+the last prompt of a subagent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NO_HINT = Hint()
 
 
 def hints_of(trace: Trace, names: tuple[HintName, ...]) -> list[Hint]:
-    """Return the hint of each request: `session` for the last one of a session, `next` for the other ones.
+    """Return the hint of each request: `session` for the last request of a session, `next` for all other requests.
 
     Hints that are not in `names` are left out."""
     if not names:
@@ -42,7 +43,7 @@ def hints_of(trace: Trace, names: tuple[HintName, ...]) -> list[Hint]:
 
 
 def _next_turns(trace: Trace) -> list[float | None]:
-    """Return the time of the next turn of each request in seconds; None for the last one of a session."""
+    """Return the time of the next turn of each request in seconds; None for the last request of a session."""
     next_s: dict[tuple[str, int], float] = {}  # time of the next request by session and prefix
     found: list[float | None] = []
     for request, prefixes in zip(reversed(trace.requests), reversed(trace.prefixes), strict=True):

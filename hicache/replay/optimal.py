@@ -1,6 +1,7 @@
-"""Hits of optimal eviction (an upper bound for every policy), and hits of LRU in one tier, for every size.
+"""Computes the hits of optimal eviction, which are an upper bound for every policy, and the hits of LRU for every size
+of one tier.
 
-Both work on pieces of prompts, not on single blocks. Prompts are ids of prefixes, see
+Both computations handle pieces of prompts, not single blocks. A prompt is given as ids of its prefixes, see
 `hicache.replay.trace.prefix_ids`.
 """
 
@@ -18,7 +19,8 @@ from hicache.pages.key import Tokens
 
 
 class _Piece(NamedTuple):
-    """Blocks [start, end) of a prompt with the same next (or last) use, by the request with the index `at`."""
+    """Blocks [start, end) of a prompt that have the same next use, or the same last use: by the request with the index
+    `at`."""
 
     at: int
     start: int
@@ -33,7 +35,7 @@ def optimal_hits(prompts: Sequence[Tokens], capacity: int | None) -> npt.NDArray
     latest next use is evicted first (Belady). Of blocks with the same next use, the last one in the prompt is evicted
     first, because each use of a block also uses the blocks before it.
     """
-    held: dict[int, deque[_Piece]] = {}  # pieces by next use; the deepest piece is first
+    held: dict[int, deque[_Piece]] = {}  # pieces by next use; first the piece closest to the end of its prompt
     latest: list[int] = []  # a heap of the negated keys of `held`
     hits, num_held = np.zeros(len(prompts), np.int64), 0
     for at, pieces in enumerate(_next_uses(prompts)):
@@ -65,9 +67,9 @@ def lru_hits_by_size(prompts: Sequence[Tokens], num_warm_up: int = 0) -> npt.NDA
 
     Hits of the first `num_warm_up` prompts are not counted. A tier that is larger than the last size has no more hits
     than the last size. Computed by stack distance (Mattson et al., IBM Systems Journal 9(2), 1970): a block is a hit if
-    the tier can hold the block, the blocks above it in the prompt, and all blocks that were used since.
+    the tier can hold the block, the blocks before it in the prompt, and all blocks used since the block's last use.
     """
-    owner = np.full(_num_ids(prompts), -1, np.int64)  # by id: the index of the prompt that used it last
+    owner = np.full(_num_ids(prompts), -1, np.int64)  # by block id: index of the prompt that used the block last
     used = _FenwickTree(len(prompts))
     steps = np.zeros(len(owner) + 2, np.int64)  # additional hits from one size to the next
     for at, ids in enumerate(prompts):
@@ -75,7 +77,7 @@ def lru_hits_by_size(prompts: Sequence[Tokens], num_warm_up: int = 0) -> npt.NDA
             if piece.at < 0:
                 break
             if at >= num_warm_up:
-                nearest = used.after(piece.at) + piece.start + 1  # the pieces above this one were already subtracted
+                nearest = used.after(piece.at) + piece.start + 1  # `used` lacks the pieces before it
                 steps[nearest : nearest + piece.end - piece.start] += 1
             used.add(piece.at, piece.start - piece.end)
         owner[ids] = at
@@ -84,7 +86,8 @@ def lru_hits_by_size(prompts: Sequence[Tokens], num_warm_up: int = 0) -> npt.NDA
 
 
 def _next_uses(prompts: Sequence[Tokens]) -> list[list[_Piece]]:
-    """Return the pieces of each prompt by next use; the next use `len(prompts)` means that there is none."""
+    """Return each prompt as pieces of blocks with the same next use. The next use `len(prompts)` means that no later
+    prompt uses the blocks."""
     next_use = np.full(_num_ids(prompts), len(prompts), np.int64)
     found = []
     for at in reversed(range(len(prompts))):

@@ -1,4 +1,4 @@
-"""Records the requests of a server as a trace. Imports no engine: the caller reports arrivals and ends."""
+"""Records the requests of a server as a trace. The server reports the arrival and the end of each request."""
 
 from __future__ import annotations
 
@@ -51,12 +51,14 @@ _Message: TypeAlias = _Arrival | _End
 
 
 class TraceRecorder:
-    """A recording in the format of `hicache.replay.trace`, to a new file. Its thread hashes blocks and writes lines.
+    """Records requests to a new file in the format of `hicache.replay.trace`. A thread of the recorder hashes blocks
+    and writes lines.
 
-    `arrived` and `ended` are cheap; any thread may call them. Lines are in order of arrival, so a line is written when
-    its request and all earlier ones have ended; `close` writes the remaining lines. A block has `block_tokens` tokens.
-    Its id is a hash of its prefix with a key that exists only during the recording: equal prefixes in one file have
-    equal ids, and the text cannot be recovered from them.
+    Any thread may call `arrived` and `ended`, which are cheap. Lines are in order of arrival, so the line of a request
+    is written when this request and all earlier requests have ended; `close` writes the remaining lines. A block has
+    `block_tokens` tokens. The id of a block is a hash of the prompt up to the block's end, with a secret key that
+    exists only during the recording. So equal prefixes in one file have equal ids, and the text cannot be recovered
+    from ids.
     """
 
     def __init__(self, path: Path, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,13 +83,13 @@ class TraceRecorder:
     def arrived(self, request_id: str, tokens: Tokens, namespace: str = "", session: str = "") -> None:
         """Record the arrival of a request. `tokens`: int64 `[prompt]`, which the caller must not change any more.
 
-        The id must differ from those of all open requests."""
+        `request_id` must differ from the ids of all requests that have not ended."""
         self._messages.put(_Arrival(request_id, self._clock() - self._start_s, tokens, namespace, session))
 
     def ended(self, request_id: str, output_tokens: int | None) -> None:
         """Record the end of a request and the number of its generated tokens; an unknown id is ignored.
 
-        `output_tokens`: None if the request was never admitted; then it is left out of the trace."""
+        `output_tokens`: None if the request was never admitted. The trace leaves such a request out."""
         self._messages.put(_End(request_id, output_tokens))
 
     def close(self) -> None:

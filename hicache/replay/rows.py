@@ -17,7 +17,7 @@ from hicache.replay.curve import CurvePoint
 from hicache.replay.simulation import ReplayResult, ReplaySettings
 from hicache.replay.sweep import Case
 
-OPTIMAL, UNLIMITED = "optimal", "unlimited"  # names of rows of upper bounds, which have no tiers
+OPTIMAL, UNLIMITED = "optimal", "unlimited"  # names of rows with an upper bound instead of tiers
 _BOUNDS: dict[str, dict[str, Any]] = {
     OPTIMAL: {"color": "#222222", "linestyle": "--"},
     UNLIMITED: {"color": "#777777", "linestyle": ":"},
@@ -64,7 +64,7 @@ def hit_rows(rows: Sequence[Case], results: Mapping[Case, ReplayResult]) -> list
 
 
 def work_rows(results: Sequence[ReplayResult]) -> list[Cells]:
-    """Return rows of saved and computed tokens, with times if the cost model has them."""
+    """Return rows of saved and computed tokens, with times if the cost model has a rate of prefill."""
     found = []
     for result in results:
         p50, p90, p99 = np.percentile(result.uncached_tokens, (50, 90, 99))

@@ -20,8 +20,8 @@ class ReplaySettings:
 
     `*_blocks`: capacities in blocks; None: unlimited; 0: no such tier (the device needs at least 1). `policy`,
     `host_policy`: eviction policies of device and host; the disk always uses lru. `host_policy` and `write_policy` are
-    the engine's defaults if empty. `hints`: the hints of `HINTS` that requests give. `disk_write_budget`: maximum
-    blocks written to the disk for each requested block; None: no limit."""
+    the engine's defaults if empty. `hints`: the names in `HINTS` of the hints that the simulated requests give.
+    `disk_write_budget`: maximum blocks written to the disk for each requested block; None: no limit."""
 
     device_blocks: int | None
     host_blocks: int | None = 0

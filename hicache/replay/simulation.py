@@ -29,9 +29,9 @@ _PROGRESS_STEP = 64  # requests between two progress reports
 class ReplayResult:
     """The result of one replay. Arrays are `[requests]`, without the requests of the warm-up.
 
-    `name`: the policy, or `optimal`. `hit_blocks`: hits by tier, "device" first. A full block counts for its
-    `block_tokens` tokens, a partial last block for the tokens that it has. `copies`: None for `optimal`, which has no
-    tiers.
+    `name`: the policy, or `optimal`. `hit_blocks`: numbers of hit blocks by tier, "device" first. In numbers of tokens,
+    a full block counts as `block_tokens`, and a partial last block as the tokens in it. `copies`: None for `optimal`,
+    which has no tiers.
     """
 
     settings: ReplaySettings
@@ -73,7 +73,8 @@ class ReplayResult:
 
     @property
     def uncached_tokens(self) -> Counts:
-        """The number of computed tokens of each request; at least 1, for the last token."""
+        """The number of computed tokens of each request. It is at least 1, because the last token of a prompt is always
+        computed."""
         return np.asarray(np.maximum(self.input_tokens - self.hit_tokens, 1), np.int64)
 
     @property
@@ -83,14 +84,14 @@ class ReplayResult:
 
     @cached_property
     def ttft_s(self) -> npt.NDArray[np.float64]:
-        """Time to first token by the cost model, in seconds; NaN without a cost model."""
+        """The time to first token of each request by the cost model, in seconds; NaN without a cost model."""
         if self.costs is None:
             return np.full(len(self.time_s), np.nan)
         return self.costs.ttft_s(self.input_tokens, self.device_tokens, self.host_tokens, self.disk_tokens)
 
     @property
     def gpu_s(self) -> float:
-        """Seconds of the GPU for all prompts by the cost model; NaN without a cost model."""
+        """The seconds that the GPU computes for all prompts together by the cost model; NaN without a cost model."""
         return (
             float("nan")
             if self.costs is None
@@ -129,8 +130,8 @@ class ReplayResult:
 
     @cached_property
     def _tokens(self) -> dict[str, Counts]:
-        """The numbers of hit tokens of each request, by tier. In a prompt the tokens of the device are first, then
-        those of the host, then the disk."""
+        """The numbers of hit tokens of each request, by tier. A prompt begins with its hits on the device, followed by
+        its hits on the host and then on the disk."""
         ends = np.cumsum(list(self.hit_blocks.values()), axis=0) * self.block_tokens
         tokens = np.diff(np.minimum(ends, self.input_tokens), axis=0, prepend=0)
         return dict(zip(self.hit_blocks, tokens, strict=True))
@@ -143,10 +144,10 @@ def _percentiles(values: npt.NDArray[Any]) -> dict[str, float]:
 def replay(
     trace: Trace, settings: ReplaySettings, on_progress: Progress | None = None, costs: TierCosts | None = None
 ) -> ReplayResult:
-    """Simulate the requests of `trace` one after the other with one cache, and return hits and copies.
+    """Simulate the requests of `trace` one after the other with one cache, and return the numbers of hits and copies.
 
     `on_progress` gets the number of served requests, every few requests and at the end. An exception that it raises
-    ends the replay. `costs`: rates by which the result has times; None: no times.
+    ends the replay. `costs`: rates from which the result computes times. If it is None, all times are NaN.
     """
     return _replay(trace, trace.prefixes, settings, on_progress, costs)
 
@@ -156,8 +157,8 @@ def one_tier(
 ) -> ReplayResult:
     """Replay `trace` with a single device tier as large as all tiers of `settings` together.
 
-    A prompt is cut to the size of the device tier of `settings`. The result is an estimate for tiers that never hold a
-    block twice."""
+    A prompt is cut to the size of the device tier of `settings`. The result is an estimate of the hits of tiers that
+    never store a block twice."""
     single = replace(settings, device_blocks=settings.total_blocks, host_blocks=0, disk_blocks=0)
     return _replay(trace, _cut(trace, settings), single, on_progress, costs)
 
@@ -210,7 +211,7 @@ def _result_of(
     costs: TierCosts | None = None,
     copies: Copies | None = None,
 ) -> ReplayResult:
-    """Build the result, with the arrays of the requests after the warm-up."""
+    """Build the result. Its arrays leave out the requests of the warm-up."""
     requests, first = trace.requests[trace.num_warm_up :], trace.num_warm_up
     return ReplayResult(
         settings,

@@ -26,16 +26,16 @@ Row = Literal["policy", "one tier", "optimal", "unlimited"]
 
 @dataclass(frozen=True)
 class Case:
-    """One replay of a sweep. `one tier`: all blocks of `settings` on the device; `optimal`: optimal eviction in a tier
-    of that size; `unlimited`: a device tier without a limit."""
+    """One replay of a sweep. The case `one tier` has one device tier as large as all tiers of `settings` together;
+    `optimal` has optimal eviction in a tier of this size; `unlimited` has a device tier without a limit."""
 
     row: Row
     settings: ReplaySettings
 
     @property
     def comparisons(self) -> dict[str, Case]:
-        """The cases with which a policy with several tiers is compared: one tier with the capacity of all tiers, and a
-        host of twice the size."""
+        """The cases to compare with this case, if it is a policy with several tiers: one tier with the capacity of all
+        tiers, and a host of twice the size."""
         settings, found = self.settings, dict[str, Case]()
         if self.row == "policy" and settings.host_blocks != 0:
             found["one_tier"] = Case("one tier", settings)
@@ -58,11 +58,12 @@ class _SweepState:
     num_done: Synchronized[int]
 
 
-_worker: list[_SweepState] = []  # has one item in a worker process, none elsewhere
+_worker: list[_SweepState] = []  # one item in a worker process, empty in other processes
 
 
 def cases_of(settings: Iterable[ReplaySettings], policies: Sequence[str]) -> list[Case]:
-    """Return the cases of all policies and the optimum for each of `settings`, and at the end a tier without limit."""
+    """Return the cases of all policies and the optimum for each of `settings`, and at the end the case of a tier
+    without limit."""
     cases: list[Case] = []
     for each in settings:
         cases += [Case("policy", replace(each, policy=policy)) for policy in policies]
@@ -79,7 +80,7 @@ def with_comparisons(cases: Iterable[Case]) -> list[Case]:
 def run_case(
     trace: Trace, case: Case, costs: TierCosts | None, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
-    """Run one case. `on_progress` as in `replay`; an optimum reports only its end."""
+    """Run one case. `on_progress`: as in `replay`; the case `optimal` calls it only at its end."""
     if case.row == "policy":
         return replay(trace, case.settings, on_progress, costs)
     if case.row == "one tier":
@@ -136,8 +137,9 @@ def _after(report: Callable[[int], None], before: int, count: int) -> None:
 def _interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in this process and in the processes that it starts meanwhile.
 
-    A terminal sends Ctrl-C to all processes, but only this one handles it: it stops the workers by `num_done`. A SIGINT
-    during the block is delivered at its end."""
+    A terminal sends Ctrl-C to all processes, but only the main process handles it: it sets the
+    shared counter `num_done` so that the workers stop.
+    A SIGINT that arrives while SIGINT is blocked is delivered when the block ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -149,8 +151,8 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _start(trace: Trace, costs: TierCosts | None, num_done: Synchronized[int]) -> None:
-    torch.set_num_threads(1)  # a forked process has no pool of threads, and each processor runs its own replay
-    gc.freeze()  # exempts the trace and torch from collection, which would take a tenth of a replay
+    torch.set_num_threads(1)  # a fork has no thread pool, and each processor runs a replay
+    gc.freeze()  # garbage collection of the trace and torch would take a tenth of a replay
     _worker.append(_SweepState(trace, costs, num_done))
 
 

@@ -1,6 +1,7 @@
 """Traces of requests: the arrival time, the lengths and the blocks of each prompt.
 
-There are three formats, recognised by the first line; each may be gzipped. Times are relative to the first request.
+There are three formats, recognised by the first line. A file of each format may be gzipped. Times are relative to the
+first request.
 
     blocks    Mooncake's: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`: one for each block of 512
               tokens, or of 64 if the first line has `session`
@@ -8,8 +9,8 @@ There are three formats, recognised by the first line; each may be gzipped. Time
     recorded  of `hicache serve --record`: a first line {"format": "hicache-trace", "version": 1,
               "block_tokens": N}, then `time_s`, `input_tokens`, `output_tokens`, `blocks` and, if known, `session`
 
-Times in milliseconds and microseconds are integers in these formats. A time with a fraction is in another unit, which
-the user must give as `--time-unit`.
+The formats with milliseconds and microseconds have integers as times. If a time has a fraction, the trace uses another
+unit, and the user must give this unit as `--time-unit`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from hicache.errors import ConfigError, TraceError
 FORMAT, VERSION = "hicache-trace", 1
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds per unit
 _MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS = 512, 64
-_TEXT_CHARACTERS = 4  # assumed characters per token, because there is no tokenizer
+_TEXT_CHARACTERS = 4  # assumed characters per token, since no tokenizer is used
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
 class TraceRequest:
     """One request. `time_s`: seconds since the first request. `blocks`: int64 `[blocks]`, the ids of the prompt's
-    blocks; the last block may be partial. Blocks are equal if their ids and all ids before them are equal."""
+    blocks; the last block may be partial. Two blocks have equal content if their ids are equal and the ids of all
+    blocks before them are equal."""
 
     time_s: float
     blocks: npt.NDArray[np.int64]
@@ -62,20 +64,20 @@ class Trace:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of all prompts; a block of several prompts counts several times."""
+        """The number of blocks of all prompts. A block that several prompts share counts once for each of them."""
         return sum(len(request.blocks) for request in self.requests)
 
     @cached_property
     def prefixes(self) -> list[npt.NDArray[np.int64]]:
-        """The blocks of each request by `prefix_ids`."""
+        """The ids of prefixes of each request, as `prefix_ids` returns them."""
         return prefix_ids([request.blocks for request in self.requests])
 
 
 def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Return for each prompt the ids of its prefixes, int64 `[blocks]`: id i names block i and all blocks before it.
 
-    Ids are 0, 1, 2, ... Prompts are processed in sorted order. In this order, the longest prefix that a prompt shares
-    with any earlier prompt is the one that it shares with the prompt directly before it.
+    Ids are 0, 1, 2, ... Prompts are processed in sorted order. In sorted order, a prompt shares at least as long a
+    prefix with the prompt directly before it as with any other earlier prompt.
     """
     found = [np.empty(0, np.int64)] * len(prompts)
     before = ids = np.empty(0, np.int64)
@@ -95,9 +97,9 @@ def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.
 def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str | None = None) -> Trace:
     """Read a trace of any format.
 
-    `block_tokens`: tokens of a block. `time_unit`: unit of the times, one of `TIME_UNITS`. If either is None, that of
-    the format is used; a recorded trace names its own block size. Raises TraceError, with file and line, if the trace
-    is invalid. Raises OSError if the file cannot be opened.
+    `block_tokens`: tokens of a block. `time_unit`: unit of the times, one of `TIME_UNITS`. For None, the block size or
+    time unit of the format is used; a recorded trace names its own block size. Raises TraceError, with file and line,
+    if the trace is invalid. Raises OSError if the file cannot be opened.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens}: give at least 1")
@@ -115,7 +117,8 @@ def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str
 
 
 def _format(line: _Line, block_tokens: int | None, time_unit: str | None) -> _Format:
-    """Return the format that the first line shows, with the given block size and time unit if they are not None."""
+    """Return the format that the first line shows. A block size or time unit that is not None replaces that of the
+    format."""
     fields = line.fields
     if "format" in fields:
         return _Format(_header(line, block_tokens, time_unit), "s", _recorded)
@@ -185,8 +188,8 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Format:
-    """A format of traces. `parse`: makes a request of a line, with the time in `unit`. `is_integral`: times of this
-    unit have no fractions."""
+    """A format of traces. `parse`: builds a request from a line, with the time in `unit`. `is_integral`: whether all
+    times must be integers."""
 
     block_tokens: int
     unit: str
@@ -255,7 +258,7 @@ def _recorded(line: _Line) -> TraceRequest:
 
 def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
     blocks, input_tokens = line.ids("hash_ids"), line.tokens("input_length")
-    # Some traces have an id for a partial last block, and some do not.
+    # If the last block is partial, some traces have an id for this block, and some do not.
     if not (len(blocks) - 1) * block_tokens < input_tokens < (len(blocks) + 1) * block_tokens:
         raise line.error(
             f"{len(blocks)} hash_ids do not fit {input_tokens} tokens in blocks of {block_tokens}; give the block size "
@@ -267,7 +270,8 @@ def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
 
 
 def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) -> TraceRequest:
-    """Cut text into full blocks, at 4 characters per token. `known`: ids of blocks by prefix and text."""
+    """Cut text into full blocks, at 4 characters per token. `known`: ids of the blocks so far, by id of the previous
+    block and text."""
     prompt, step, above = line.text("input"), block_tokens * _TEXT_CHARACTERS, -1
     blocks: list[int] = []
     for start in range(0, len(prompt) - step + 1, step):
@@ -281,7 +285,7 @@ def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) 
 def _in_order(path: Path, parsed: list[tuple[int, TraceRequest]], *, is_text: bool) -> tuple[TraceRequest, ...]:
     """Return the requests with times relative to the first one.
 
-    Traces with text have requests in the order of their ends, so they are sorted by time here."""
+    Traces with text list requests in the order in which they ended, so this function sorts the requests by time."""
     if is_text:
         parsed = sorted(parsed, key=lambda numbered: numbered[1].time_s)
     if not any(len(request.blocks) for _, request in parsed):

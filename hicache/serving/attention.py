@@ -1,9 +1,10 @@
 """Attention of transformers models over the slots of the device pool.
 
-transformers calls the attention function that is registered under the name in a model's configuration. hicache
-registers `attend_by_slots` under the name "hicache". The function stores the new keys and values at their slots, and
-attends to the keys and values of the complete sequence in the pool, with `hicache.kernels.pool_attention`. The model's
-forward passes the description of the pass as keyword argument `hicache`.
+A model's configuration has the name of an attention function, and transformers calls the function that is registered
+under this name. hicache registers `attend_by_slots` under the name "hicache". The function stores the new keys and
+values at their slots, and computes attention to all keys and values of the sequence in the pool, with
+`hicache.kernels.pool_attention`. It gets the description of the pass as keyword argument `hicache`, which the runner
+gives to the model's forward.
 
 In a pass over slots, the tokens of all sequences are in one row, sequence after sequence. Sequences of different
 lengths and with different numbers of new tokens therefore share a pass without padding. The pool's getters wait for
@@ -39,8 +40,8 @@ NAME = "hicache"
 @dataclass(frozen=True)
 class QuerySpan:
     """Tokens [start, end) of a pass, for which one launch computes the attention with `queries`. `counts`: number of
-    queries of each sequence. `lengths`: number of tokens of each sequence, as `queries.lengths`, on the host; it may be
-    empty if each sequence has one query, as in a captured pass."""
+    queries of each sequence. `lengths`: a copy of `queries.lengths`, the number of tokens of each sequence, on the
+    host. `lengths` may be empty if each sequence has one query, as in a captured pass."""
 
     start: int
     end: int
@@ -50,12 +51,13 @@ class QuerySpan:
 
     @property
     def is_long(self) -> bool:
-        """Return whether the span has one sequence with at least `MIN_QUERIES` queries, enough for `long_extend`."""
+        """Return whether the span has only one sequence, with at least `MIN_QUERIES` queries, which is long enough for
+        `long_extend`."""
         return len(self.queries.rows) == 1 and self.queries.max_queries >= MIN_QUERIES
 
     @cached_property
     def prefix_slots(self) -> torch.Tensor:
-        """Return the slots of the tokens before the queries, int64 [prefix]. Only for a span of one sequence."""
+        """Return the slots of the tokens before the queries, int64 [prefix]. The span must have only one sequence."""
         queries = self.queries
         return queries.table.index_select(0, queries.rows)[0, : self.lengths[0] - queries.max_queries].long()
 
@@ -69,10 +71,10 @@ class SlotPass:
 
 
 class SlotAttention:
-    """The attention of one runner's passes. The model's forward calls it on the scheduler thread.
+    """Computes the attention of one runner's passes. The model's forward calls its methods on the scheduler thread.
 
-    The runner calls `begin` before each pass. `geometry` has the window and chunk of each layer. `name` is the
-    attention function that layers call.
+    The runner calls `begin` before each pass. `geometry` has the window and chunk of each layer. `name`: name under
+    which the attention function that calls this object is registered.
     """
 
     name = NAME
@@ -86,7 +88,8 @@ class SlotAttention:
         self._sources = geometry.sources
         self._swa_layers = frozenset[int]()
         if isinstance(pool, SWAKVPool):
-            # The pool may keep all tokens of a window layer; such a layer is read by the slots of full attention.
+            # The pool may keep all tokens of a window layer. This layer's rows are then at full slots, not at window
+            # slots.
             self._swa_layers = frozenset(layer for layer, (_, is_swa) in pool.layers_mapping.items() if is_swa)
         self.slot_pass = SlotPass(torch.empty(0, dtype=torch.int64), ())
         self.number = next(_numbers)
@@ -97,7 +100,7 @@ class SlotAttention:
         self.slot_pass = slot_pass
 
     def layer(self, is_sliding: bool) -> SlotLayer:
-        """Return the entry of an attention layer in the `Cache` of a pass."""
+        """Return the object for an attention layer in the transformers `Cache` of a pass."""
         return SlotLayer(is_sliding)
 
     def attend(
@@ -176,7 +179,7 @@ def attend_by_slots(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store the new rows of a layer and compute its attention; transformers calls this function
+    """Store the new rows of a layer and compute the layer's attention. transformers calls this function
     (`transformers.AttentionInterface`). Raises UnsupportedModel for features that the kernels lack."""
     if hicache is None or attention_mask is not None or position_bias is not None:
         missing = "its layers get no pass" if hicache is None else "it has a mask or biases of its own"
@@ -193,7 +196,7 @@ AttentionInterface.register(NAME, attend_by_slots)
 
 @contextmanager
 def attending_by_slots(model: Any, name: str = NAME) -> Iterator[None]:
-    """Within the `with` block, the passes of the model call the attention function with this name."""
+    """Within the `with` block, make the model's layers call the attention function that is registered as `name`."""
     config = model.config.get_text_config()
     previous, config._attn_implementation = config._attn_implementation, name
     try:
@@ -211,13 +214,13 @@ def spans_of(
     num_splits: tuple[int, int],
     host_lengths: Sequence[int] = (),
 ) -> tuple[QuerySpan, ...]:
-    """Divide sequences with `counts` queries each into spans, one for each launch. One span has all sequences with one
-    query, which must come first. Each sequence with at least `MIN_QUERIES` queries has its own span, and each run of
-    sequences between such sequences has one span.
+    """Divide the sequences of a pass into spans, one for each kernel launch. Sequence i has `counts[i]` queries.
+    Sequences with one query must be first, and form one span. Each sequence with at least `MIN_QUERIES` queries is a
+    span, and so is each run of sequences between two such long sequences.
 
-    `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: numbers of splits of
-    the keys, for sequences with one query and for sequences with several. `host_lengths`: `lengths` on the host; may be
-    empty if every sequence has one query.
+    `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: number of splits of
+    the keys, first for sequences with one query, then for sequences with several queries. `host_lengths`: a copy of
+    `lengths` on the host, which may be empty if every sequence has one query.
     """
     kinds = [0 if count == 1 else 1 + (i + 1) * (count >= MIN_QUERIES) for i, count in enumerate(counts)]
     spans, end = [], 0

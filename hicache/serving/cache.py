@@ -3,9 +3,9 @@ states.
 
 One `PoolCache` serves one forward pass. An attention layer passes its new keys and values to `update`, which stores
 them at the slots of the new tokens and returns all keys and values that the layer attends to. A recurrent layer gets
-copies of its requests' states and returns new ones. The runner stores these after the pass, so a failed pass leaves the
-states unchanged. The pools' getters wait for each layer, so a pass can read a prefix layer by layer while it is being
-loaded.
+copies of the requests' states and returns new states. The runner stores the new states after the pass, so a failed pass
+leaves the states in the pool unchanged. The pools' getters wait for each layer, so a pass can read a prefix layer by
+layer while it is being loaded.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import InvariantError
 from hicache.layout import ModelGeometry, StateGeometry
 
-LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # `HybridLinearKVPool` if it was built with use_mla
+LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # a `HybridLinearKVPool` must be built with use_mla
 
 
 def cache_keyword(model: Any) -> str | None:
-    """Return the name of the argument by which a transformers model's forward takes its cache; None if it takes none.
+    """Return the name of the argument by which the forward of a transformers model takes a cache; None if it takes no
+    cache.
 
-    From release 5.24 on it is `cache`. XLM has an argument of that name for a dictionary, which is not a `Cache`.
+    From release 5.24 of transformers on, the name is `cache`. The model XLM has an argument `cache` that is a
+    dictionary and not a `Cache`.
     """
     takes = inspect.signature(model.forward).parameters
     if "past_key_values" in takes:
@@ -43,7 +45,7 @@ def cache_keyword(model: Any) -> str | None:
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
-    """Return `cache` as a keyword argument for the forward of `model`, which must take a cache."""
+    """Return `cache` as a keyword argument for the forward of `model`. The model must take a cache."""
     name = cache_keyword(model)
     assert name is not None, "models that take no cache are refused"
     return {name: cache}
@@ -53,7 +55,7 @@ def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
 class KeySlots:
     """The keys of `B` sequences that attention layers of one kind read.
 
-    positions   int64 [B or 1, keys]   of each key in its sequence; positions outside of the sequence are padding
+    positions   int64 [B or 1, keys]   position of each key in its sequence; outside of the sequence, the key is padding
     slots       int64 [B, keys]        full-attention slots; 0 where a key is padding
     """
 
@@ -63,8 +65,8 @@ class KeySlots:
 
 @dataclass(frozen=True)
 class BatchStates:
-    """The state slots of `B` sequences, int64 [B]. `starting` is bool [B]: sequences whose first token is in this pass;
-    their state slots are not read. `starting` is None if no sequence starts."""
+    """The state slots of `B` sequences, int64 [B]. `starting`, bool [B], marks sequences whose first token is in this
+    pass; the pass does not read the state slots of these sequences. `starting` is None if no sequence starts."""
 
     table: HybridReqToTokenPool
     slots: torch.Tensor
@@ -92,8 +94,8 @@ class BatchSlots:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """The entry of an attention layer in the `Cache` of one pass. A slot layer stores nothing: in passes over slots,
-    the attention function stores the new rows. Called by the model on the scheduler thread."""
+    """The object for an attention layer in the transformers `Cache` of one pass. This object stores nothing: in passes
+    over slots, the attention function stores the new rows. The model calls its methods on the scheduler thread."""
 
     def __init__(self, is_sliding: bool = False) -> None:
         super().__init__()
@@ -112,12 +114,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return 0, because sequences differ in length and a captured pass serves any length. The runner passes
-        positions to the model."""
+        """Return 0, because the sequences of a pass have different lengths. The model does not need this length,
+        because the runner passes positions to the model."""
         return 0
 
     def get_max_length(self) -> int:
-        """Return -1: the layer has no maximum; the engine limits the request's length."""
+        """Return -1, which means no maximum. The engine limits the length of requests."""
         return -1
 
 
@@ -139,8 +141,8 @@ class PoolLayer(SlotLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[B, heads, n, dim]`. Return the keys and values that the layer reads, `[B, heads, keys, dim]`, new
-        tokens last."""
+        """Store new keys and values, both `[B, heads, n, dim]`. Return all keys and values that the layer reads, `[B,
+        heads, keys, dim]`, with the new tokens last."""
         pool, batch = self._pool, self._batch
         pool.set_kv_buffer(self._layer_id, batch.new_slots, token_rows(key_states), token_rows(value_states))
         if not batch.past_len and pool.dtype == key_states.dtype:
@@ -161,8 +163,8 @@ class PoolLayer(SlotLayer):
 
 
 class LatentLayer(PoolLayer):
-    """A layer of latent attention in one forward pass. Its keys are latents and its values are the rotary parts of
-    keys; the model expands them after `update`."""
+    """A layer of latent attention in one forward pass. transformers passes latents as keys and the rotary parts of keys
+    as values; the model expands latents after `update`."""
 
     def __init__(self, pool: LatentPool, layer_id: int, batch: BatchSlots, slots: torch.Tensor) -> None:
         super().__init__(pool, layer_id, batch, slots)
@@ -171,8 +173,8 @@ class LatentLayer(PoolLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[B, 1, n, rank]` and `[B, 1, n, rope]`. Return the latents and rotary parts that the layer reads, `[B,
-        1, keys, rank]` and `[B, 1, keys, rope]`, new tokens last."""
+        """Store new latents `[B, 1, n, rank]` and rotary parts `[B, 1, n, rope]`. Return all latents and rotary parts
+        that the layer reads, `[B, 1, keys, rank]` and `[B, 1, keys, rope]`, with the new tokens last."""
         pool, batch, slots = self._latent_pool, self._batch, self._slots
         pool.set_mla_kv_buffer(self._layer_id, batch.new_slots, token_rows(key_states), token_rows(value_states))
         if not batch.past_len and pool.dtype == key_states.dtype:
@@ -182,11 +184,11 @@ class LatentLayer(PoolLayer):
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A recurrent layer in one forward pass. Called by the model on the scheduler thread.
+    """A recurrent layer in one forward pass. The model calls its methods on the scheduler thread.
 
-    `source`: returns a copy of the state after all tokens before the pass, each tensor `[B, ...]`, with one convolution
-    window. The source is called once, when the model reaches the layer. `source` is None if all sequences start with
-    this pass.
+    `source`: returns a copy of the state after all tokens before the pass, with one convolution window; each tensor is
+    `[B, ...]`. It is called once, when the model reaches the layer. `source` is None if all sequences start with this
+    pass.
     """
 
     def __init__(self, source: Callable[[], MambaState] | None) -> None:
@@ -216,7 +218,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
         self.device = conv.device
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the inputs of the convolution, beginning with those before the pass, as transformers does."""
+        """Return the inputs of the convolution, beginning with its inputs before the pass, as transformers does."""
         self.fetch()
         inputs: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
         return inputs
@@ -280,7 +282,7 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 class PoolCache(StateCache):
     """The cache of one forward pass over the slots of `batch`: `model(..., **{cache_keyword(model): PoolCache(...)})`.
 
-    On the CPU and in debug mode, raises InvariantError if the pass reads a window slot that was freed.
+    On the CPU, or with HICACHE_DEBUG=1, raises InvariantError if the pass reads a window slot that was freed.
     """
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry, batch: BatchSlots) -> None:
@@ -306,7 +308,7 @@ class PoolCache(StateCache):
                 assert isinstance(pool, MLATokenToKVPool | HybridLinearKVPool), "a pool without latent rows"
                 layers.append(LatentLayer(pool, layer_id, batch, keys.slots))
                 continue
-            # The layer whose KV this layer reads. A layer that reads the KV of another layer stores none.
+            # The layer whose KV this layer reads. If it is another layer, this layer stores no KV.
             source = geometry.sources[layer_id]
             slots = swa_slots if swa_slots is not None and source in swa_layers else keys.slots
             layer = PoolLayer(pool, source, batch, slots, is_sliding=kind == "window")
@@ -314,7 +316,8 @@ class PoolCache(StateCache):
         super().__init__(layers=layers)
 
     def store_states(self) -> None:
-        """Write the new states of the recurrent layers to the state slots. Call it after the pass."""
+        """Write the new states of the recurrent layers to the state slots. The runner calls this method after the
+        pass."""
         if self._batch.states is not None:
             store_states(self, self._geometry, self._batch.states)
 
@@ -331,8 +334,8 @@ def new_state_layer(
     is_start: bool,
     attention: CacheLayerMixin | None = None,
 ) -> StateLayer:
-    """Create a recurrent layer of one pass over `states`, or with `attention` a hybrid layer. `is_start`: all sequences
-    start with this pass."""
+    """Create the recurrent layer of a cache for one forward pass; its states are in `states`. With `attention`, the
+    layer is hybrid. `is_start`: whether all sequences start with this pass."""
     source = None if is_start else lambda: _copy_states(states, layer_id, shapes)
     return StateLayer(source) if attention is None else HybridLayer(source, attention)
 
@@ -372,7 +375,7 @@ def _window_slots(pool: SWAKVPool, keys: KeySlots) -> torch.Tensor:
 
 
 def token_rows(states: torch.Tensor) -> torch.Tensor:
-    """Reshape [B, heads, n, dim] to [B * n, heads, dim]; a view if B or n is 1."""
+    """Reshape [B, heads, n, dim] to [B * n, heads, dim]. The result is a view if B or n is 1."""
     return states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
 
 

@@ -1,9 +1,9 @@
-"""Converts a chat to the form that a checkpoint's chat template reads, so that the prompt contains every message.
+"""Converts a chat to a form that a checkpoint's chat template can read, so that the prompt contains every message.
 
-Templates know different roles, and read a content either as a text or as a list of parts. If a template does not know a
-role or form, jinja skips the message without an error. Each chat is therefore first rendered with a short marker in
-place of each content. The chat itself is then rendered in the first form whose text contains all markers. If there is
-no such form, the chat is refused.
+Templates support different roles, and expect a content either as text or as a list of parts. If a template does not
+support a role or form, jinja skips the message without an error. To detect this, each chat is first rendered with a
+short marker in place of each content. The chat itself is then rendered in the first form in which the rendered text
+contains all markers. If no form has all markers, a ConfigError refuses the chat.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from hicache.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
-# Each entry is (as_system, in_parts): whether the role "developer" of newer OpenAI clients becomes "system", and
-# whether contents become lists of parts.
+# Each entry is (as_system, in_parts). `as_system`: replace the role "developer" of newer OpenAI clients by "system".
+# `in_parts`: convert contents to lists of parts.
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
@@ -27,14 +27,14 @@ class RenderedChat(NamedTuple):
 
 
 def rendered_chat(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) -> RenderedChat:
-    """Render a chat by the template of a transformers tokenizer. `variables` are those of the chat template. Raises
-    ConfigError if the template refuses the chat or skips a message."""
+    """Render a chat by the chat template of a transformers tokenizer. `variables`: values of the template's variables.
+    Raises ConfigError if the template refuses the chat or skips a message."""
     given = _readable(tokenizer, messages, variables)
     text, generation_prompt = _applied(tokenizer, given, variables), ""
     if variables.get("add_generation_prompt"):
         try:
             history = _applied(tokenizer, given, {**variables, "add_generation_prompt": False})
-        except ConfigError:  # the template renders only chats that end with a generation prompt
+        except ConfigError:  # this template needs add_generation_prompt
             history = text
         generation_prompt = text.removeprefix(history) if text.startswith(history) else ""
     return RenderedChat(text, generation_prompt)

@@ -1,7 +1,7 @@
-"""Restricts answers to a JSON schema: before each token, llguidance determines the tokens that may follow, and all
-other tokens get probability 0.
+"""Restricts answers to a JSON schema. Before each token, llguidance determines which tokens may follow, and all other
+tokens get probability 0.
 
-The module can be imported without llguidance; a constraint then raises ConfigError.
+The module can be imported without llguidance. Creating a constraint then raises ConfigError.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ try:
 except ImportError:
     _library = _of_transformers = None
 
-# The limit of whitespace is enough for indentation. Without a limit, a small model may generate blanks forever.
+# Allowed whitespace, enough for indentation. Without a limit, a small model may generate blanks forever.
 _BLANKS = r"[ \n]{0,20}"
 _SILENT = 0
 
 
 class JsonConstraint:
-    """The tokens that may follow in one answer. Used only by the scheduler's thread once its request is submitted."""
+    """Determines the tokens that may follow in one answer. Once the request is submitted, only the scheduler's thread
+    may use its constraint."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def copy(self) -> JsonConstraint:
-        """Return a copy for another answer, in the current state."""
+        """Return a copy of this constraint in its current state, for another answer."""
         return JsonConstraint(self._matcher.deep_copy())
 
     def allowed(self) -> npt.NDArray[np.bool_]:
@@ -47,21 +48,21 @@ class JsonConstraint:
         return np.unpackbits(bits, bitorder="little").astype(np.bool_)
 
     def take(self, token: int) -> None:
-        """Advance by the token that was chosen."""
+        """Update the state by the token that was chosen."""
         self._matcher.consume_token(token)
 
     @property
     def outcome(self) -> FinishReason | None:
-        """Return the finish reason: "stop" if the answer is complete, "error" if it exceeded a limit of llguidance,
-        otherwise None."""
+        """Return "stop" if the answer is complete, "error" if it exceeded a limit of llguidance, and None if more
+        tokens may follow."""
         if not self._matcher.is_stopped():
             return None
         return "error" if self._matcher.is_error() else "stop"
 
 
 class JsonAnswers:
-    """Creates the constraints of one model. Any thread may call its methods. Creating the first constraint takes a
-    second."""
+    """Creates constraints for answers of one model. Any thread may call its methods. Creating the first constraint
+    takes a second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -95,12 +96,12 @@ class JsonAnswers:
         try:
             size = max(self._vocab_size, len(of_model))
             return _of_transformers(of_model, n_vocab=size, eos_token=self._eos_ids or None)
-        except ValueError as error:  # raised for a tokenizer written in Python
+        except ValueError as error:  # a tokenizer written in Python raises it
             raise ConfigError(f"the model's tokenizer takes no constraint: {error}") from error
 
 
 class _Bytes:
-    """The byte tokenizer in the form that llguidance expects."""
+    """Adapts `ByteTokenizer` to the interface that llguidance expects."""
 
     eos_token_id, bos_token_id = ByteTokenizer.end_id, ByteTokenizer.bos_id
     special_token_ids = tuple(range(256, ByteTokenizer.num_tokens))

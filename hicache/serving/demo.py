@@ -1,6 +1,8 @@
-"""`hicache demo`: serve conversations about documents with a device tier too small for them, and compare every token.
+"""`hicache demo`: serves conversations about documents with a device tier that is too small for them, and checks every
+generated token.
 
-Each turn is served twice: first all of them through device, host and disk, then all on another engine without any hit.
+Each turn is served twice. First an engine with device, host and disk serves all turns; then another engine serves all
+turns again without any hit.
 """
 
 from __future__ import annotations
@@ -44,15 +46,16 @@ Say: TypeAlias = Callable[[str], object]
 
 TIERS = ("device", "host", "disk", "remote")
 _CHUNK_TOKENS = 8192  # prompt tokens of one forward pass
-# The packaged model has 36 times the weights of the random one: its demo takes two CPU cores about a minute.
+# The packaged model has 36 times the weights of the random model. With 1024 tokens, two CPU cores need about a minute.
 _PACKAGED_DOCUMENT_TOKENS, _DOCUMENT_TOKENS = 1024, 12288
-_MEASURED_TURN = 2  # the time of the first turn includes loading libraries and compiling
+_MEASURED_TURN = 2  # number of the turn that is timed; the first turn also loads libraries and compiles
 _WIDTHS = (34, 7, 7, 7, 7, 7, 9, 9)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a conversation. Contains the output of the run with the cache, and of the run without a cache."""
+    """A turn of a conversation, with its output in the run with the cache, and its output in the run without a
+    cache."""
 
     name: str
     number: int
@@ -72,7 +75,7 @@ class Turn:
 
 
 def _row(name: str, output: RequestOutput) -> str:
-    """Return a row of the table: tokens, and milliseconds to the first one."""
+    """Return a row of the table: numbers of tokens, and the milliseconds to the first token."""
     hit = dataclasses.asdict(output.hit)
     ttft_ms = f"{output.ttft_s * 1e3:.0f}"
     return _line(name, output.prompt_tokens, *(hit[tier] for tier in TIERS), output.computed_tokens, ttft_ms)
@@ -90,8 +93,8 @@ def _text(question: str, answer: str, output: RequestOutput) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a demo. `sizes`: numbers of tokens of the device tier, the host tier and the working set. `stats`:
-    the engine's metrics at the end. `device`: name of the processor."""
+    """The results of a demo. `sizes`: numbers of tokens that the device tier and the host tier can store, and that all
+    conversations need. `stats`: the engine's metrics at the end. `device`: name of the processor."""
 
     turns: Sequence[Turn]
     sizes: Mapping[str, int]
@@ -109,7 +112,7 @@ class Outcome:
 
     @property
     def hit_tokens(self) -> dict[str, int]:
-        """The number of prompt tokens that each tier had, summed over all turns."""
+        """The number of prompt tokens found in each tier, summed over all turns."""
         hits = [dataclasses.asdict(turn.cached.hit) for turn in self.turns]
         return {tier: sum(hit[tier] for hit in hits) for tier in TIERS}
 
@@ -141,7 +144,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Workload:
-    """The model, the conversations and the maximum length of an answer. `has_answers`: False for random weights."""
+    """The model, the conversations and the maximum length of an answer. `has_answers`: whether answers have a meaning,
+    which is False for random weights."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
@@ -156,7 +160,7 @@ class _Workload:
 
     @property
     def working_set(self) -> int:
-        """The number of tokens whose KV all conversations together need."""
+        """The number of tokens whose KV must be stored for all conversations together."""
         return sum(conversation.distinct_tokens(self.max_new_tokens) for conversation in self.conversations)
 
     @property
@@ -172,11 +176,11 @@ class _Workload:
 
     @property
     def order(self) -> list[tuple[int, int]]:
-        """Return the turns as (conversation, turn): each round has one turn of every conversation, in alternating
-        order.
+        """Return the turns as (conversation, turn). Each round has one turn of every conversation. Every second round
+        has the reverse order.
 
-        A round starts with the last conversation of the previous round, so that all tiers get hits. If all rounds had
-        the same order, each page would be the least recently used one when it is needed again.
+        So a round starts with the last conversation of the previous round, and all tiers get hits. If all rounds had
+        the same order, LRU would evict each page just before it is needed again.
         """
         documents, turns = range(len(self.conversations)), range(len(self.conversations[0].prompts))
         return [(document, turn) for turn in turns for document in (reversed(documents) if turn % 2 else documents)]
@@ -198,7 +202,7 @@ class _Workload:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run the demo. Returns 0, or 1 if a token differs from the run without a cache."""
+    """Run the demo. Returns 0 if both runs generate equal tokens, else 1."""
     say: Say = functools.partial(new_console().print, highlight=False, markup=False, soft_wrap=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -209,8 +213,8 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def converse(flags: argparse.Namespace, say: Say) -> Outcome:
-    """Serve every turn of every conversation. Print the table, the answers unless the weights are random, and the
-    comparison."""
+    """Serve every turn of every conversation. Print the table, the answers (unless the weights are random), and the
+    comparison of both runs."""
     start_s = time.perf_counter()
     workload = _load(flags, say)
     with ExitStack() as stack:
@@ -241,7 +245,7 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Sa
         for number, (conversation, turn) in enumerate(order, 1):
             request, begin_s = workload.request(conversation, turn), time.perf_counter()
             output = _answer(scheduler, request, interrupt)
-            engine.flush()  # turns of real users are seconds apart, so each turn is on disk before the next one
+            engine.flush()  # real users' turns are seconds apart, so a turn is on disk before the next
             cached.append(output)
             say(_row(f"{number}/{len(order)}  {request.request_id}", output))
             if number == _MEASURED_TURN:
@@ -312,12 +316,12 @@ def _load(flags: argparse.Namespace, say: Say) -> _Workload:
         require_usable(basis)
     device, dtype = device_named(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
-        dtype = torch.bfloat16  # dtype of the model; only the pool stores 8 bits
+        dtype = torch.bfloat16  # with fp8, only the pool stores 8 bits
     choice = choose_model(flags.model, say)
     loaded = random_model(dtype, device) if choice.path is None else load_local(choice.path, dtype, device)
-    if choice.hub_name:  # the folder of a hub model is named by its revision
+    if choice.hub_name:  # the folder name of a hub model is only a revision
         loaded = dataclasses.replace(loaded, name=choice.hub_name)
-    if choice.is_packaged:  # the answers of the small model end after their first sentence
+    if choice.is_packaged:  # end answers of the small model after their first sentence
         loaded = dataclasses.replace(loaded, eos_ids=loaded.eos_ids.union(loaded.tokenizer.encode(".")))
     document_tokens = _PACKAGED_DOCUMENT_TOKENS if choice.is_packaged else _DOCUMENT_TOKENS
     workload = _Workload(
@@ -349,7 +353,7 @@ def _configure(flags: argparse.Namespace, workload: _Workload, store: Path) -> E
 
 
 def _basis(flags: argparse.Namespace) -> EngineConfig:
-    """Return the settings, with placeholders in place of sizes that depend on the workload. Invalid settings raise
+    """Return the settings with placeholders for sizes that depend on the workload. Used to raise for invalid settings
     before the model is loaded."""
     disk = {"disk": {"path": tempfile.gettempdir()}} if _has_disk_settings(flags) else {}
     return _config(flags, device_tokens=1 << 20, host_bytes=1 << 30, device="cpu", model_id="not loaded yet", **disk)
@@ -368,9 +372,9 @@ def _has_disk_settings(flags: argparse.Namespace) -> bool:
 def _defaults(flags: argparse.Namespace, workload: _Workload, store: Path) -> dict[str, object]:
     basis = _basis(flags)
     page, rows = basis.host_page_size, row_bytes(workload.geometry, basis.torch_dtype)
-    # The longest conversation must fit, with one more page for the end of its answer.
+    # The device must have capacity for the longest conversation, plus one page for the end of its answer.
     device_tokens = max(_pages(workload.working_set // 4, page), _pages(workload.max_len, page) + 1) * page
-    # At least two pages, and page 0 for padding.
+    # The host gets at least two pages, and page 0 for padding.
     host_bytes = (max(2, _pages(workload.working_set // 2, page)) + 1) * page * (rows.full + rows.window)
     defaults: dict[str, object] = {
         "device_tokens": device_tokens,
@@ -386,11 +390,11 @@ def _defaults(flags: argparse.Namespace, workload: _Workload, store: Path) -> di
     }
     sources = EngineConfig.sources_of(flags)
     if rows.state and "host_bytes" not in sources:
-        # Two states per turn, at the ends of its prompt and of its answer, and state 0 for padding.
+        # A turn stores two states, at the end of its prompt and at the end of its answer. State 0 is for padding.
         defaults["host_states"] = 2 * workload.num_turns
         defaults["host_bytes"] = host_bytes + (2 * workload.num_turns + 1) * rows.state
     if workload.geometry.window_layers:
-        # The windows of two requests, and one prefill chunk.
+        # Window slots suffice for the windows of two requests and for one prefill chunk.
         windows = 2 * (_pages(workload.geometry.window, page) + 1)
         chunk = _pages(min(_CHUNK_TOKENS, workload.max_len), page)
         defaults["window_tokens"] = max(device_tokens, (windows + chunk) * page)

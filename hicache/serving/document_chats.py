@@ -1,7 +1,7 @@
 """The conversations of the demo: chats about generated documents.
 
 A document is a diary whose days are similar, except for three days with one fact each. A small model finds such a fact,
-but would not find a fact among many similar ones.
+but would not find one fact among many similar facts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Fact(NamedTuple):
 
 
 class _Diary(NamedTuple):
-    """A kind of diary. `days`: sentences from which days are composed."""
+    """A kind of diary. `days`: sentences of which three form the text of a day."""
 
     title: str
     days: tuple[str, ...]
@@ -183,8 +183,8 @@ def chats_about_diaries(documents: int, turns: int, document_tokens: int, tokeni
 
 
 def document_lengths(documents: int, maximum: int) -> list[int]:
-    """Return the number of tokens of each document: from a third of `maximum` up to `maximum` in equal ratios, short
-    and long alternating."""
+    """Return the number of tokens of each document. The numbers form a geometric sequence from a third of `maximum` to
+    `maximum`, with short and long documents alternating."""
     steps = max(1, documents - 1)
     ascending = [round(maximum / 3 ** ((steps - i) / steps)) for i in range(documents)]
     middle = (documents + 1) // 2
@@ -204,8 +204,8 @@ def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer)
 
 
 def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer: Tokenizer) -> str:
-    """Return a title and the complete days that fit into `num_tokens`. Facts replace some days, at equal
-    distances."""
+    """Return a title and the complete days that fit into `num_tokens`. Some days, at equal distances, are replaced by
+    facts."""
     days, free_tokens = [], num_tokens - len(tokenizer.encode(title))
     for day in _days(diary, number):
         free_tokens -= len(tokenizer.encode(f"{day}\n"))

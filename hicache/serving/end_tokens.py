@@ -1,8 +1,8 @@
-"""Collects the tokens that end an answer: the union of the end tokens that any file of a checkpoint names.
+"""Collects the tokens that end an answer: all end tokens that at least one file of a checkpoint names.
 
-Fine-tuning often changes only one of these files. For example, a tokenizer may end turns with <|im_end|> while the
-configuration names only <|endoftext|>. SGLang uses this union too. Files are read directly, because transformers'
-configuration objects have default end tokens if a file names none.
+Fine-tuning often changes only one file. For example, a tokenizer may end turns with <|im_end|> while the configuration
+names only <|endoftext|>. SGLang also combines the end tokens of all files. This module reads the files itself, because
+a configuration object of transformers has default end tokens if its file names no end token.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ANSWER = "an answer to find again"
 
 
 def end_tokens(folder: Path, model_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the end tokens of generation_config.json, of config.json (or `model_config` if there is none) and its
-    parts for text, of the tokenizer, and of its chat template. Ids outside the model's vocabulary are dropped. Raises
-    ConfigError for a value that is no token id."""
+    """Return the end tokens of generation_config.json, of config.json with its parts for text models, of the tokenizer,
+    and of the chat template. `model_config`: used if there is no config.json. Ids outside the model's vocabulary are
+    dropped. Raises ConfigError for a value that is no token id."""
     generation, config = folder / "generation_config.json", folder / "config.json"
     found = [*_of_tokenizer(tokenizer), *_named(generation, _read(generation))]
     found += _named(config, _read(config) if config.is_file() else model_config.to_dict())
@@ -43,8 +43,8 @@ def _read(file: Path) -> Any:
 
 
 def _named(file: Path, values: Any) -> Iterable[int]:
-    """Return the tokens of `eos_token_id` (a number, a list or null) in a file and in those of its parts that describe
-    a text model."""
+    """Return the tokens of `eos_token_id` (a number, a list or null) in a file, and in the parts of the file that
+    describe a text model."""
     if not isinstance(values, Mapping):
         return
     given = values.get("eos_token_id")
@@ -68,8 +68,8 @@ def _of_tokenizer(tokenizer: Any) -> Iterable[int]:
 
 
 def _text_after_answer(tokenizer: Any) -> str:
-    """Return the text that the chat template writes after an answer; "" without a template, or if the template refuses
-    the test chat."""
+    """Return the text that the chat template writes after an answer. Returns "" without a template, or if the template
+    refuses the test chat."""
     if not tokenizer.chat_template:
         return ""
     chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER}]

@@ -1,7 +1,8 @@
 """CUDA graphs of decode passes: one graph per batch size bucket, captured at the first batch of that size.
 
-A batch is padded to its bucket with request row 0, slot 0 and length 1; no request reads the padding's results. A
-replay does not call the pool's getters, so it is ordered after the last layer of the loads that the batch waits for.
+A batch is padded to the size of its bucket with requests that have row 0, slot 0 and length 1. The results for this
+padding are not used. The replay of a graph cannot wait layer by layer, because it does not call the pool's getters. So
+the stream waits, before the replay, for the last layer of each load.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hicache.device.base import KVCache
 from hicache.serving.passes import Chunk, PassContext
 
 log = logging.getLogger(__name__)
-_WARM_UPS = 2  # forward passes before a capture, which compile kernels and let libraries allocate their workspaces
+_WARM_UPS = 2  # forward passes before a capture, in which kernels are compiled and libraries allocate workspaces
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The inputs of one bucket, which a replay reads in place: views of `words`, int64 [3, B].
+    """The inputs of one bucket, as views of `words`, int64 [3, B]. A replay reads them in place.
 
     input_ids, positions, rows   int64 [B]   rows of the request table, not of the batch
     query_starts                 int32 [B + 1]
@@ -52,8 +53,8 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Owns the CUDA graphs of a runner; used by the scheduler thread. `decode` computes a batch without waiting for the
-    device and without reading values of tensors on the host."""
+    """Owns the CUDA graphs of a runner. Only the scheduler thread uses it. `decode`: computes a batch; it must neither
+    wait for the device nor read values of tensors on the host."""
 
     def __init__(self, context: PassContext, decode: Callable[[DecodeBatch], torch.Tensor]) -> None:
         self._context = context
@@ -64,8 +65,8 @@ class DecodeGraphs:
         self._failure: RuntimeError | None = None
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
-        """Decode chunks of one token each, after the loads named in `begin_forward`. Returns float32 logits [requests,
-        vocab]; None if the model's passes cannot be captured."""
+        """Decode chunks of one token each, after the loads of the leases that were given to `begin_forward`. Returns
+        float32 logits [requests, vocab]; None if the model's passes cannot be captured."""
         size = bucket(len(chunks))
         if size not in self._captured and not self._capture(size, chunks):
             return None
@@ -93,14 +94,14 @@ class DecodeGraphs:
                 for _ in range(_WARM_UPS):
                     self._decode(batch)
             torch.cuda.current_stream(context.device).wait_stream(stream)
-            # The mode is "thread_local", because other threads allocate memory and query events during the capture.
+            # With the mode "thread_local", other threads may allocate memory and query events during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._decode(batch)
         except RuntimeError as error:
             self._failure = error
             log.warning("decode passes of this model cannot be captured in CUDA graphs, and run without: %s", error)
-            # torch 2.11: a capture that fails at its end leaves the random number generator in capture mode, so that
-            # eager draws raise. A successful capture leaves this mode.
+            # In torch 2.11, a capture that fails at its end leaves the random number generator in capture mode. Drawing
+            # random numbers then raises, until another capture succeeds.
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 batch.words.zero_()
             return False
@@ -111,14 +112,15 @@ class DecodeGraphs:
         return True
 
     def _wait_for_loads(self) -> None:
-        """Order the replay after the last layer of each load."""
+        """Make the current stream wait for the last layer of each load before the replay."""
         for layer in self._last_layers:
             self._context.pool.get_key_buffer(layer)
 
 
 def last_layers(pool: KVCache) -> tuple[int, ...]:
-    """Return the last stored layer of each slot space: the load of a space is complete when this layer has arrived.
-    This layer cannot be computed from the kinds of layers, because a pool may keep all tokens of a window layer."""
+    """Return the last layer of each slot space. When this layer is loaded, the complete load of the slot space is. The
+    layers are read from the pool and not from the kinds of layers, because a pool may store a window layer in the space
+    of full slots."""
     return tuple(space.layout.layers[-1] for space in pool.slot_spaces)
 
 

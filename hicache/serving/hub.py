@@ -1,9 +1,10 @@
 """Finds models by their names in Hugging Face's hub, like Qwen/Qwen3-8B, in the cache directory that all tools of the
 hub share.
 
-If a model is completely in the cache, it is used without asking the hub: a newer revision would be another model, and
-the stores have no pages of it. Only safetensors weights are downloaded, because they contain no code. huggingface_hub
-is imported inside functions, which takes a quarter of a second, so that a wrong name is reported before slow imports.
+If a model is completely in the cache, it is used without asking the hub for a newer revision. A newer revision would be
+another model, for which the stores have no pages. Only safetensors weights are downloaded, because they contain no
+code. Functions of this module import huggingface_hub, which takes a quarter of a second. So a command can report a
+wrong name before it imports slower packages.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FILES: dict[str, Any] = {"allow_patterns": [_WEIGHTS, "*.json", "*.txt", "*.mod
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether `text` can be a name of the hub. A local directory of this name takes precedence."""
+    """Return whether `text` can be the name of a model in the hub. Returns False if a local directory has this name."""
     return _NAME.fullmatch(text) is not None and not Path(text).is_dir()
 
 
@@ -37,8 +38,8 @@ def require_available(name: str) -> None:
 
 
 def downloaded(name: str, say: Callable[[str], object]) -> str:
-    """Return the folder of the model, which is downloaded if necessary; `say` is then called with a message. Raises
-    ConfigError."""
+    """Return the folder of the model, after downloading the model if it is not cached. `say`: called with a message
+    before a download. Raises ConfigError if the download fails."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -55,8 +56,8 @@ def downloaded(name: str, say: Callable[[str], object]) -> str:
 
 
 def _cached(name: str) -> str | None:
-    """Return the folder of a model that is completely in the cache; None if it is not. Other programs may have cached
-    only some files."""
+    """Return the folder of a model if the cache has all its files, else None. The cache has only some files if another
+    program downloaded only these."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -8,9 +8,10 @@ from types import FrameType, TracebackType
 
 
 class DeferredInterrupt:
-    """Within the `with` block, the first Ctrl-C is deferred to the next `check()`; a second Ctrl-C raises immediately.
+    """Within the `with` block, the first Ctrl-C makes the next `check()` raise KeyboardInterrupt. A second Ctrl-C
+    raises immediately.
 
-    Outside of the main thread, which alone receives signals, the block has no effect.
+    The block has an effect only in the main thread, because only this thread receives signals.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Latent attention over the slots of the device pool. Latent rows are stored and read as they are; a prefix is expanded
-only to compute a prefill chunk.
+"""Latent attention over the slots of the device pool. The pool stores latent rows. Attention reads latent rows
+directly, and expands them to keys and values of all heads only for prefill chunks.
 
 `kv_b_proj` expands the latent `c` of a token to the keys `W_UK c` and values `W_UV c` of all heads. If each sequence
-has one new token, the query is projected to latent space instead, attends there, and the result is projected back
-(absorbed form):
+has one new token, rows are not expanded. Instead the query is projected to latent space, attention is computed in
+latent space, and the result is projected back (absorbed form):
 
     score    q_nope . (W_UK c) + q_rope . rope = (q_nope W_UK) . c + q_rope . rope
     result   sum of weight * (W_UV c) = W_UV (sum of weight * c)
@@ -39,8 +39,8 @@ MAX_EXPANDED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _Expansion:
-    """The expanded rows of a span. `slots`: slots of the tokens of the span's sequences, one sequence after another,
-    int64 [K]. `queries`: the queries of the span, which read these K rows."""
+    """Describes the expanded rows of a span. `slots`: slots of all tokens of the span's sequences, one sequence after
+    another, int64 [K]. `queries`: the queries of the span, with keys numbered by their index in the K expanded rows."""
 
     slots: torch.Tensor
     queries: PoolQueries
@@ -133,14 +133,15 @@ class LatentSlotLayer(SlotLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new rows for `attend_latent`. Return the row of the first token only: the model expands it, and no
-        code reads the result."""
+        """Keep the new rows for `attend_latent`. Return only the row of the first token. The model expands the returned
+        row, but nothing reads the result, so one row is enough."""
         self._attention.new_rows = key_states, value_states
         return key_states[:, :, :1], value_states[:, :, :1]
 
 
 def absorbs(model: Any, geometry: ModelGeometry) -> bool:
-    """Return whether each latent layer of `model` expands rows by a plain linear module, whose weight can be split."""
+    """Return whether each latent layer of `model` expands rows by a plain linear module. Only the weight of a plain
+    linear module can be split into W_UK and W_UV."""
     expanding = [module for name, module in model.named_modules() if name.endswith(".kv_b_proj")]
     plain = [module for module in expanding if type(module) is nn.Linear and module.bias is None]
     wide = [module for module in plain if module.weight.dtype.is_floating_point and module.weight.element_size() > 1]
@@ -180,8 +181,8 @@ def attend_to_latents(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute latent attention of a layer; transformers calls this function (`transformers.AttentionInterface`). `key`
-    and `value` are not read."""
+    """Compute the latent attention of a layer. transformers calls this function (`transformers.AttentionInterface`).
+    `key` and `value` are ignored, because `hicache.new_rows` has the new rows."""
     if hicache is None or attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots; use --attention torch")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -195,7 +196,7 @@ AttentionInterface.register(NAME, attend_to_latents)
 
 
 def _expansion(span: QuerySpan) -> _Expansion:
-    """Return the expansion of a span, computed without waiting for the device."""
+    """Return the expansion of a span. Does not wait for the device."""
     queries, num_keys = span.queries, sum(span.lengths)
     device, lengths = queries.table.device, queries.lengths.long()
     sequences = torch.arange(len(lengths), device=device)

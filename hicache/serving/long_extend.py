@@ -1,11 +1,12 @@
 """Attention of long prefill chunks by cuDNN, which multiplies matrices faster than Triton kernels.
 
-    new keys     causal, as the layer computed them
-    prefix       without a mask, gathered from the pool's slots, segment by segment
-    out          both parts, each weighted by its share of the softmax's denominator, exp(log-sum-exp)
+    new keys     causal attention to the keys and values that the layer just computed
+    prefix       attention without a mask to keys and values gathered from the pool, segment by segment
+    out          sum of both results, each weighted by its share of the softmax's denominator, exp(log-sum-exp)
 
-On one H200 with heads of 128 elements, cuDNN computes 590 to 670 TFLOP/s, and the kernel that reads slots in place 370.
-In chunks of thousands of tokens, gathering a segment takes a hundredth of the time of attending to it.
+On one H200 with heads of 128 elements, cuDNN computes 590 to 670 TFLOP/s, and the kernel that reads slots in place
+computes 370 TFLOP/s. In chunks of thousands of tokens, gathering a segment takes a hundredth of the time of attending
+to it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 from hicache.kernels.pool_attention import AttentionRule
 
-MIN_QUERIES = 2048  # minimum length of a long chunk: for shorter chunks, reading slots in place is as fast
-_SEGMENT_TOKENS = 32768  # prefix tokens gathered at a time: their keys and values take 128 MiB in 8B geometry
+MIN_QUERIES = 2048  # minimum tokens of a long chunk; for shorter chunks, reading slots in place is as fast
+_SEGMENT_TOKENS = 32768  # prefix tokens gathered at a time; for an 8B model they take 128 MiB a layer
 _HOPPER = (9, 0)
 
 

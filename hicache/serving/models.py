@@ -1,8 +1,8 @@
 """Models to serve: a random one, or one from a local directory.
 
-A `LoadedModel` has a tokenizer and an identity: a digest of its configuration and all its tensors. A store written by
-one model is therefore refused by another, even if both have the same name. Classes of models are imported when a model
-is loaded: importing them takes seconds, and a process that only tokenizes does not need them.
+A `LoadedModel` has a tokenizer and an identity, which is a digest of the model's configuration and all its tensors. So
+a model refuses a store that another model has written, even if both models have the same name. Classes of models are
+imported when a model is loaded, because this import takes seconds and a process that only tokenizes does not need them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
-# Parameters of `apply_chat_template` itself, which requests may not set. Tools are not supported.
+# Parameters of the function `apply_chat_template`, which requests may not set as variables of a template. Tools are not
+# supported.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "add_generation_prompt", "continue_final_message", "documents"
 }  # fmt: skip
@@ -39,13 +40,14 @@ _FILES: Mapping[str, Any] = MappingProxyType({"local_files_only": True, "trust_r
 # transformers fills tensors that the files lack, or have in another shape, with random values, and reports their names.
 _WEIGHTS: Mapping[str, Any] = MappingProxyType({"ignore_mismatched_sizes": True, "output_loading_info": True})
 _MAX_NAMED_TENSORS = 3
-UNLIMITED = 1 << 24  # positions of a model whose configuration gives no limit
+UNLIMITED = 1 << 24  # assumed positions if the configuration has no limit
 RANDOM_CONTEXT = 131072
 
 
 class ChatTokens(NamedTuple):
-    """The prompt of a chat. `history_len` is the number of tokens before the generation prompt, with which the answer
-    begins. The next turn's prompt may render the answer differently, and then shares only these tokens."""
+    """The prompt of a chat. The prompt ends with the generation prompt, after which the model answers; `history_len` is
+    the number of tokens before the generation prompt. If the next turn's prompt renders the answer differently, it
+    shares only these tokens."""
 
     ids: list[int]
     history_len: int
@@ -71,13 +73,13 @@ class Tokenizer(Protocol):
         """Return the prompt for the assistant's answer to `messages`, with special tokens. Each message has a "role", a
         "content" and optionally a "name".
 
-        `variables` are those of the chat template; `add_generation_prompt` is true unless given. Raises ConfigError if
-        the tokenizer has no chat template, or if the template refuses the messages or skips one.
+        `variables`: values of the chat template's variables; `add_generation_prompt` is true unless given. Raises
+        ConfigError if the tokenizer has no chat template, or if the template refuses the messages or skips a message.
         """
         ...
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
-        """Return a decoder for tokens that follow `prompt`, one by one. `skip_special`: special tokens decode to empty
+        """Return a decoder for the tokens of an answer to `prompt`. `skip_special`: decode special tokens to empty
         text."""
         ...
 
@@ -126,7 +128,7 @@ class LocalTokenizer:
             )
         self.transformers_tokenizer: Any = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        # In a byte-level vocabulary each letter stands for a byte, which is at most one character.
+        # A byte-level vocabulary has one letter for each byte, so this is at least the number of characters.
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
@@ -138,8 +140,8 @@ class LocalTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the exact text of the tokens. transformers would clean up spaces, which would change text that was
-        already streamed."""
+        """Return the exact text of the tokens. The cleanup of spaces in transformers is off, because it would change
+        text that was already streamed."""
         return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
@@ -157,8 +159,8 @@ class LocalTokenizer:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to serve. `model_id`: its identity for the disk tier. `max_context_len`: positions that it
-    supports. `sampling`: parameters that its checkpoint suggests."""
+    """A model ready to serve. `model_id`: the model's identity for the disk tier. `max_context_len`: number of
+    positions that the model supports. `sampling`: parameters that the checkpoint suggests."""
 
     name: str
     model: Any
@@ -211,15 +213,15 @@ def local_tokenizer(path: str) -> LocalTokenizer:
 
 def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device) -> LoadedModel:
     """Load a causal language model and its tokenizer from a directory. Downloads nothing and runs no code of the
-    directory. `dtype`: "auto" is the checkpoint's. Raises ConfigError with a message of one line if the model cannot be
-    loaded or the checkpoint lacks some of its tensors."""
+    directory. `dtype`: "auto" means the dtype of the checkpoint. Raises ConfigError, with a message of one line, if the
+    model cannot be loaded or the checkpoint lacks tensors of the model."""
     from transformers import AutoModelForCausalLM
 
     require_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_FILES)
-        # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa does not
-        # support.
+        # Without an argument, transformers chooses sdpa as attention, or eager if sdpa lacks a feature of the model,
+        # such as soft caps or sinks.
         model, loading = AutoModelForCausalLM.from_pretrained(path, **_FILES, **_WEIGHTS, dtype=dtype)
         model = model.to(device).eval()
     except Exception as error:
@@ -237,8 +239,8 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
 
 
 def _reason(path: str, error: Exception) -> str:
-    """Return the reason why transformers failed to load a model, in one line. If a class of the model or tokenizer is
-    in the directory, transformers asks for `trust_remote_code`; hicache has no such setting."""
+    """Return, in one line, the reason why transformers failed to load a model. If the directory contains code for the
+    model or tokenizer, the message of transformers would ask for `trust_remote_code`, which hicache does not have."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" not in text:
         return text[:300]
@@ -250,8 +252,8 @@ def _reason(path: str, error: Exception) -> str:
 
 
 def _require_all_weights(path: str, loading: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with names of tensors, if the files lack a tensor of the model or have it in another shape.
-    Additional tensors alone are accepted, because a checkpoint may contain an image encoder."""
+    """Raise ConfigError, with names of tensors, if the files lack a tensor of the model or have a tensor in another
+    shape. Additional tensors are no reason to raise, because a checkpoint may contain an image encoder."""
     found = {
         "lacks tensors of the model": loading["missing_keys"],
         "has tensors in another shape than the model's": {name for name, *_ in loading["mismatched_keys"]},
@@ -271,8 +273,8 @@ def _listed(tensors: Collection[str]) -> str:
 
 
 def _suggested_sampling(file: Path) -> SamplingParams:
-    """Return the sampling parameters that generation_config.json itself contains. transformers' object would add
-    defaults. Raises ConfigError."""
+    """Return the sampling parameters that generation_config.json contains. The file is read directly, because a
+    configuration object of transformers adds defaults. Raises ConfigError for a wrong value."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     try:
         suggested = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

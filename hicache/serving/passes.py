@@ -1,4 +1,5 @@
-"""Types that all kinds of forward passes share: chunks to compute, and the context of a pass."""
+"""Types for both kinds of forward passes (`slot_passes`, `padded_passes`): chunks to compute, and the context of a
+pass."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from hicache.serving.cache import cache_keyword
 @dataclass(frozen=True)
 class Chunk:
     """Tokens [start, end) of one request to compute in the next pass: a part of its prompt, or its last generated
-    token. `tokens`: int64 [at least end], the request's sequence. `lease` has slots for [0, end). Logits are returned
-    for the last `num_logits` tokens, 1 to all."""
+    token. `tokens`: int64 [at least end], the request's sequence. `lease` has slots for [0, end). The pass returns
+    logits for the last `num_logits` tokens of the chunk, at least one."""
 
     lease: Lease
     tokens: npt.NDArray[np.int64]
@@ -94,9 +95,9 @@ class PassContext:
 
 
 class Passes(Protocol):
-    """A method of computing chunks: over slots, or over padded sequences."""
+    """Computes chunks. The two implementations are passes over slots and passes over padded sequences."""
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of `chunks`. Returns float32 logits [all requested, vocab], in the order of the
+        """Compute and store KV of `chunks`. Returns float32 logits [sum of `num_logits`, vocab], in the order of the
         chunks."""
         ...

@@ -1,7 +1,7 @@
 """Polls the engine while the device computes a pass.
 
-After the scheduler has launched a pass, the host is idle until the pass has ended. If pages are exchanged between
-device and host, each poll makes one step of the exchange. One pass takes as long as several polls.
+After the scheduler has launched a pass, the host is idle until the pass has ended. If a staged load is in
+progress, each poll may start its next step. One pass takes as long as several polls.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class PassPolling:
 
     def __init__(self, engine: CacheEngine) -> None:
         self._engine, device = engine, engine.pool.device
-        self._exchanges = engine.inspect.context.exclusive is not None
+        self._has_staged_loads = engine.inspect.context.exclusive is not None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def polling(self) -> Iterator[None]:
-        """Poll the engine when the pass that the caller launches within the `with` block has been launched. The engine
-        is polled once, so that capacity for the next pass is prepared during this one. While pages are exchanged, it is
-        polled until the pass ends.
+        """Poll the engine after the caller has launched a pass within the `with` block. One poll lets the engine
+        prepare capacity for the next pass during this pass. If a staged load is in progress, poll until the pass
+        ends.
 
         Copies that these polls submit wait for work queued on the current stream before the pass, but not for the pass.
-        This is safe: the pass does not write to slots of pages that are being evicted, because no request holds them,
-        and it does not use free slots.
+        This is safe, because the pass uses neither free slots nor slots of pages that are being evicted, which no
+        request holds.
         """
-        if not self._exchanges:
+        if not self._has_staged_loads:
             yield
             return
         if self._stream is None:

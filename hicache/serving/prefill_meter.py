@@ -1,14 +1,14 @@
-"""Measures the prefill speed during serving, reports it to the engine, and computes the budget of the next pass from
-it.
+"""Measures the prefill speed during serving, reports this speed to the engine, and computes the budget of the next pass
+from it.
 
-On CUDA the runner returns after it launched a pass. `report` reads the CUDA events before and after a pass in a later
-step, when the device has reached these events, so it never waits. On the CPU, a pass has already run when the runner
-returns.
+On CUDA, the runner returns as soon as a pass is launched. CUDA events before and after the pass measure its time.
+`report` reads these events in a later step, when the device has reached them, so it never waits. On the CPU, a pass is
+complete when the runner returns.
 
     budget of a pass    [prompt by rank | next prompt | ...], each a chunk that begins where its KV ends
 
-A pass is limited by its number of prompt tokens, and by time, so that requests that decode are not delayed: one device
-computes a chunk in milliseconds and another in minutes.
+A pass has a limit of prompt tokens. It also has a limit of time, so that a pass does not delay requests that decode:
+the same chunk may take milliseconds on one device and minutes on another.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from hicache.serving.passes import Chunk
 from hicache.serving.request_queue import ScheduledRequest
 
 _ASSUMED_TOKEN_S = 1e-3  # assumed seconds per token before the first pass
-_FIRST_TOKENS_ON_CPU = 256  # maximum prompt tokens of a pass before one was measured; a GPU has no such limit
-# planned share of the maximum time: if passes were planned for the maximum, half of them would exceed it
+_FIRST_TOKENS_ON_CPU = 256  # maximum prompt tokens of the first pass on a CPU
+# planned share of the maximum time. With a share of 1, half of all passes would exceed the maximum.
 _TARGET_SHARE = 0.8
-_DECAY = 0.25  # weight of earlier passes for each new full pass
-_SOLE_FACTOR = 4  # factor on the maximum time for a pass that delays no decoding request
-# chunks are multiples of this; the first chunk has at least this number, so that prompts make progress
+_DECAY = 0.25  # factor on the weight of all earlier passes at each new full pass
+_SOLE_FACTOR = 4  # a pass without decoding requests may take this many times the maximum time
+# chunks have multiples of this number of tokens, and the first chunk of a pass is never empty, so that prompts make
+# progress
 _STEP_TOKENS = 16
-_MAX_SCORED_TOKENS = 512  # prompt tokens of a pass whose logits are kept: each has 150 000 logits of 4 bytes
-# limit of the growth: at 1 / growth preceding tokens, attention costs as much as all other operations
+_MAX_SCORED_TOKENS = 512  # maximum prompt tokens with log probabilities in a pass: 600 kB of logits each
+# maximum growth of a token's cost for each token before it; after 1 / growth tokens, attention costs as much as all
+# other operations
 _MAX_GROWTH = 1 / 64
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass on the device: the number of prompt tokens that it computed, and their mean position."""
+    """A launched pass: the number of its prompt tokens, and their mean position."""
 
     num_tokens: int
     mean_position: float
@@ -62,12 +64,13 @@ class PassBudget:
         self._is_unused = True
 
     def share_of(self, req: ScheduledRequest) -> int:
-        """Return the number of tokens of a prompt that the pass may compute; for the first prompt at least one."""
+        """Return the number of tokens of the prompt of `req` that the pass may compute, which is at least one for the
+        first prompt."""
         share = min(self._tokens, self._within_work(req.kv_len))
         return min(share, self._scored) if req.is_scoring else share
 
     def take(self, req: ScheduledRequest) -> None:
-        """Subtract tokens [kv_len, end) of a request, which are in the pass, from the budget."""
+        """Subtract tokens [kv_len, end) of a request, which the pass will compute, from the budget."""
         num_tokens, self._is_unused = req.end - req.kv_len, False
         self._tokens -= num_tokens
         self._work -= num_tokens * (1 + self._growth * (req.kv_len + req.end) / 2)
@@ -94,7 +97,7 @@ class PrefillPace:
         self._aim_s = _TARGET_SHARE * max_pass_s
         self._first_tokens = first_tokens
         self._cost = PrefillCost()
-        self._work = self._seconds = 0.0  # sums over passes, weighted by `_DECAY` for each full pass that ended later
+        self._work = self._seconds = 0.0  # sums over passes; each later full pass multiplies them by `_DECAY`
 
     def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         """Record that a pass over `num_tokens` prompt tokens took `seconds`."""
@@ -107,9 +110,9 @@ class PrefillPace:
         self._seconds = keep * self._seconds + seconds
 
     def budget(self, num_tokens: int, has_streams: bool) -> PassBudget:
-        """Return the budget of the next pass, at most `num_tokens` prompt tokens. The pass may take four times as long
-        if no request decodes in it: it then delays only arriving and aborted requests, and longer passes compute more
-        tokens per second."""
+        """Return the budget of the next pass, at most `num_tokens` prompt tokens. If no request decodes in the pass, it
+        may take four times as long. A pass without decoding requests delays only arriving and aborted requests, and
+        longer passes compute more tokens per second."""
         if not self._aim_s:
             return PassBudget(num_tokens)
         return PassBudget(num_tokens, self._within_aim * (1 if has_streams else _SOLE_FACTOR), self._growth)
@@ -152,8 +155,9 @@ class PrefillMeter:
         """Time the pass over `chunks` that the caller launches within the `with` block. A pass that raises is not
         counted.
 
-        A pass that waits for a load does not count either, because the wait would count as computing. Decoded tokens of
-        the same pass are not counted, but their time is, because prompts share passes with them.
+        A pass that waits for a load is not counted either, because the wait would look like computing. If requests
+        decode in the same pass, their tokens are not counted but their time is, because prompts usually share passes
+        with them.
         """
         prompts = [chunk for chunk in chunks if not chunk.is_decode]
         num_tokens = sum(chunk.end - chunk.start for chunk in prompts)
@@ -185,16 +189,16 @@ class PrefillMeter:
         return self._pace.budget(num_tokens, has_streams)
 
     def saved_s(self, hit: Hit) -> dict[str, float]:
-        """Return, for each tier, the seconds of computing that the tier's hits of a prompt saved. The first tokens of
-        the prompt count as hits of the device, the following tokens as hits of the host, then of the stores."""
+        """Return, for each tier, the seconds of computing that a prompt's hits in this tier saved. A prompt begins with
+        its hits on the device, followed by its hits on the host and then in the stores."""
         saved, start = dict[str, float](), 0
         for tier, num_tokens in asdict(hit).items() if self.cost.is_measured else ():
             saved[tier], start = self.cost.seconds(start, start + num_tokens), start + num_tokens
         return saved
 
     def report(self) -> None:
-        """Report to the engine which passes have ended. Call it in every step, also without a pass: the engine compares
-        waits for the disk with the measured speed of prefills."""
+        """Report the passes that have ended to the engine, which compares waits for the disk with the measured prefill
+        speed. The scheduler calls this in every step, even in steps without a pass."""
         while self._pending and self._pending[0].end.query():
             ended = self._pending.popleft()
             seconds = ended.begin.elapsed_time(ended.end) / 1e3

@@ -1,4 +1,4 @@
-"""Determines by one short pass of a model what its layers store, and whether they call the registered attention
+"""Runs one short pass of a model to determine what the layers store, and whether they call the registered attention
 function."""
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _sources(name: str, layers: Sequence[_Recorder | None]) -> tuple[int, ...]:
             last[layer.kind] = layer_id
         if len(layer.shapes) > 1 or layer.kind not in last:
             raise UnsupportedModel(
-                f"{name} stores keys and values {len(layer.shapes)} times a pass in layer {layer_id}; a layer stores "
-                f"them once, or reads those of an earlier layer of its kind; {SUPPORTED}"
+                f"{name} stores keys and values {len(layer.shapes)} times per pass in layer {layer_id}; a layer must "
+                f"store them once, or read the keys and values of an earlier layer of its kind; {SUPPORTED}"
             )
         sources.append(last[layer.kind])
     return () if sources == list(range(len(layers))) else tuple(sources)
@@ -121,7 +121,7 @@ def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
 
 
 def _heads(name: str, layers: Sequence[_Recorder], *kinds: LayerKind) -> HeadShape | None:
-    """Return the heads of the layers of these kinds; None without such layers."""
+    """Return the number and sizes of the heads in layers of these kinds; None without such layers."""
     stored = sorted({pair for layer in layers if layer.kind in kinds for pair in layer.shapes})
     if not stored:
         return None
@@ -188,7 +188,7 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
                 **cache_argument(model, StateCache(layers=layers)),
             )
     except (UnsupportedModel, TypeError):
-        return False  # a layer adds its own biases, or the model's forward does not accept the argument
+        return False  # a layer has biases, or the forward does not accept `hicache`
     kinds = {layer: kind for layer, kind in enumerate(geometry.kinds) if kind not in ("recurrent", "stateless")}
     if geometry.latent is not None:
         return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter([*kinds])

@@ -1,4 +1,5 @@
-"""The scheduler's interface: requests and their outputs, both frozen, the runner that it calls, and token callbacks."""
+"""The interface of the scheduler: requests and outputs, both immutable, callbacks for tokens, and the runner that the
+scheduler calls."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from hicache.serving.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log probability of a token at its position, by the model's unchanged logits, and the most likely tokens at
-    this position with their log probabilities, in order. The first token of a prompt has none."""
+    """The log probability of a token, and the most likely tokens at the token's position with their log probabilities,
+    most likely first. All are computed from the model's unchanged logits. The first token of a prompt has no log
+    probability."""
 
     token: int
     logprob: float | None
@@ -41,29 +43,30 @@ class Constraint(Protocol):
         ...
 
     def take(self, token: int) -> None:
-        """Advance by the token that was chosen."""
+        """Update the state by the token that was chosen."""
         ...
 
     @property
     def outcome(self) -> FinishReason | None:
-        """Return the reason why no further token may follow; None if one may."""
+        """Return the reason why no more tokens may follow; None if more tokens may follow."""
         ...
 
 
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
-    `branch_points`, `expected_uses`, `session_end`, `next_turn_within_s`: see `CacheRequest`. `is_counted`: False for
-    another answer to the same prompt, whose hits do not count as hits of a prompt.
+    `branch_points`, `expected_uses`, `session_end`, `next_turn_within_s`: see `CacheRequest`. `is_counted`: whether the
+    hits of this request count in hit rates. It is False for a second or later answer to the same prompt.
 
-    Generation ends after `max_new_tokens`, after a token of `eos_ids`, which is part of the output, or `deadline_s`
-    seconds after the submission, with the tokens generated so far. Requests are served in the order of
-    `hicache.serving.order`; each level of `priority` is worth some seconds of waiting (`Scheduler`). Priority does not
-    influence which pages stay in the cache.
+    Generation ends after `max_new_tokens` tokens, or after a token of `eos_ids`, which is part of the output. It also
+    ends `deadline_s` seconds after the submission, with the tokens generated so far. Requests are served in the order
+    of `hicache.serving.order`; each level of `priority` is worth some seconds of waiting (`Scheduler`). Priority does
+    not influence which pages stay in the cache.
 
-    `constraint`: belongs to this request alone, and may end its answer. `num_logprobs`: number of most likely tokens
-    whose log probabilities are kept for each generated token, in addition to the log probability of the chosen token.
-    `scores_prompt`: log probabilities of the prompt's tokens are kept too, for which the complete prompt is computed.
+    `constraint`: restricts the answer and may end it; no other request may use the same object. `num_logprobs`: for
+    each generated token, also keep the log probabilities of this number of most likely tokens, in addition to that of
+    the chosen token. `scores_prompt`: also keep log probabilities of the prompt's tokens; the model then computes the
+    complete prompt.
 
     Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is not an integer or too
     large, or a `deadline_s` not above 0.
@@ -106,10 +109,10 @@ class RequestOutput:
 
     `tokens`: the generated tokens. `hit`: number of cached tokens per tier at the first admission; `cached_len` is the
     sum of these numbers. `missed`: number of prompt tokens that were not cached at the first admission, by reason
-    (`hicache.flow.misses`). `is_counted`: whether it counts in hit rates: its prompt was admitted, and no other answer
-    to the prompt counts. `computed_tokens`: prompt tokens that the model computed, including those computed again after
-    a preemption. `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the cause if
-    `finish_reason` is "error".
+    (`hicache.flow.misses`). `is_counted`: whether the request counts in hit rates, because its prompt was admitted and
+    it is the first answer to this prompt. `computed_tokens`: prompt tokens that the model computed, including those
+    computed again after a preemption. `ttft_s`: seconds from submission to the first token; 0 if there was none.
+    `error`: the cause if `finish_reason` is "error".
     """
 
     request_id: str

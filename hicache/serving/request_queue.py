@@ -22,14 +22,15 @@ class ScheduledRequest:
     """A request that was submitted and has not ended. Only the scheduler changes it.
 
         sequence[0, kv_len)         tokens whose KV is in the pool
-        sequence[kv_len, length)    tokens to compute: a part of the prompt, or the one that was generated last
+        sequence[kv_len, length)    tokens to compute: the rest of the prompt, or the last generated token
         sequence[length, end)       tokens to generate
 
-    `arrival`: the number of its submission. `lead_s`: seconds of waiting to which its priority is equivalent. `rank`:
-    changed only by its queue. `expected_len`: tokens of its prompt in memory at the last look-up, after `seen_commits`
-    commits. `num_scored`: number of prompt tokens whose log probabilities are complete or not requested; `is_scoring`:
-    whether other prompt tokens still need logits. `is_plain`: its logits are needed only to choose a token.
-    `is_decoding`: a token was generated under its present lease. `end`: end of the next pass over it.
+    `arrival`: number of the submission. `lead_s`: seconds of waiting that the request's priority is worth. `rank`:
+    changed only by the queue of the request. `expected_len`: number of prompt tokens found in memory by the last
+    look-up, which was made after `seen_commits` commits. `num_scored`: number of prompt tokens whose log probabilities
+    are complete or not requested; `is_scoring`: whether other prompt tokens still need logits. `is_plain`: whether
+    logits are needed only to choose a token. `is_decoding`: whether a token was generated since the last admission.
+    `end`: end of the tokens that the next pass computes.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class ScheduledRequest:
 
     @property
     def is_preemptible(self) -> bool:
-        """Return whether later requests are served before this one, within `max_overtake_s`: pages of its prompt are
-        still being read, and it would wait for them if computing it delayed other requests."""
+        """Return whether later requests may be served before this request, within `max_overtake_s`. This is so while
+        pages of its prompt are still being read, if the request would rather wait for them than delay other requests by
+        computing."""
         return self.prefetch is not None and self.prefetch.is_preemptible and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:
@@ -93,7 +95,7 @@ class ScheduledRequest:
             self.hit, self.missed = lease.hit, lease.missed
 
     def note_loaded(self, hit: Hit) -> None:
-        """Record tokens behind the computed tokens that were loaded and need no computing."""
+        """Record that tokens after the computed tokens were loaded and need no computing."""
         assert self.lease is not None and self.hit is not None
         self.kv_len += hit.tokens
         if self.lease.request.is_counted or not self.request.is_counted:
@@ -115,12 +117,12 @@ class ScheduledRequest:
 
     @property
     def num_logits(self) -> int:
-        """Return the number of rows of logits of the next pass, over [kv_len, end)."""
+        """Return the number of tokens of [kv_len, end) for which the next pass must return logits."""
         return self.end - self.kv_len if self.is_scoring else 1
 
     @property
     def cacheable(self) -> npt.NDArray[np.int64]:
-        """Return the tokens to look up in the cache. The last of them is always computed."""
+        """Return the tokens to look up in the cache. The last of these tokens is always computed."""
         return self.tokens[: self.num_scored] if self.is_scoring else self.tokens
 
     @property
@@ -133,7 +135,7 @@ class ScheduledRequest:
 
     @cached_property
     def distinct_prompt_tokens(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of the prompt, each once."""
+        """Return the distinct tokens of the prompt."""
         return np.unique(self.request.tokens)
 
     @property
@@ -156,8 +158,8 @@ class ScheduledRequest:
         return "length" if self.length == len(self.sequence) else None
 
     def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
-        """Return the request for an admission now. If the request was admitted before, it does not count as a new
-        prompt."""
+        """Return the engine's request for an admission now. Hits and misses of a second or later admission do not count
+        as those of a new prompt."""
         request = self.request
         return CacheRequest(
             self.request_id,
@@ -203,7 +205,7 @@ class RequestQueue:
         bisect.insort(self._requests, req, key=_rank)
 
     def update(self, req: ScheduledRequest) -> None:
-        """Compute the rank of a request in the queue again."""
+        """Compute the rank of a queued request again."""
         self.discard(req)
         self.add(req)
 
@@ -221,7 +223,7 @@ class RequestQueue:
 
     @property
     def last(self) -> ScheduledRequest:
-        """Return the request that is served last."""
+        """Return the request with the highest rank, which is served last."""
         return self._requests[-1]
 
     def __iter__(self) -> Iterator[ScheduledRequest]:

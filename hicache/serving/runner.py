@@ -1,8 +1,9 @@
 """The reference model runner: forward passes of a transformers model over the slots of the device pools.
 
-A caller passes chunks: parts of prompts, and last tokens of requests that decode. Before each pass the runner names its
-requests to the engine, so that layers wait for the loads of these requests. The attention decides how chunks become
-passes: over slots (`slot_passes`), or with transformers' own attention over gathered keys (`padded_passes`).
+A caller passes chunks, which are parts of prompts, and the last tokens of requests that decode. Before each pass the
+runner gives the leases of its requests to the engine, so that layers wait for the loads of these requests. Depending on
+the kind of attention, chunks are computed in passes over slots (`slot_passes`), or with transformers' own attention
+over gathered keys (`padded_passes`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ __all__ = ["Chunk", "ForwardEngine", "ModelRunner"]
 
 class ModelRunner:
     """Runs forward passes of `model` over the pools of `engine`. `geometry`: describes its layers
-    (`check_supported(model)`). Called on the scheduler thread only. It owns no request.
+    (`check_supported(model)`). Only the scheduler thread may call its methods. The runner owns no request.
 
-    `attention`: "triton" reads the pool's slots in place with kernels (their torch twins without a GPU). "torch" is
-    transformers' own attention over gathered keys. "auto" is triton on CUDA for models that call the registered
-    attention function, else torch. `use_graphs`: with attention over slots on CUDA, replay decode passes from CUDA
+    `attention`: "triton" reads the pool's slots in place, with Triton kernels, or their torch twins without a GPU.
+    "torch" uses transformers' own attention over gathered keys. "auto" means "triton" on CUDA for models that call the
+    registered attention function, else "torch". `use_graphs`: with "triton" on CUDA, replay decode passes from CUDA
     graphs. `compiled`: let torch.compile fuse the captured operations. `max_mask_entries`: with "torch", a chunk with a
     larger mask runs in several passes.
 
@@ -71,16 +72,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of one or more `chunks`, which belong to different requests. KV of tokens [0, start) of
-        each is stored or being loaded.
+        """Compute and store KV of one or more `chunks`, which belong to different requests. For each chunk, KV of
+        tokens [0, start) must be stored or being loaded.
 
         Returns float32 logits [rows, vocab] of the last `num_logits` tokens of each chunk, in order: one row for each
-        chunk by default. A request's state covers [0, start) before and [0, end) after; at start = 0 its state slot is
-        not read. Window layers read [start - window + 1, end).
+        chunk by default. The recurrent state of a request covers tokens [0, start) before the pass and [0, end) after
+        it; at start = 0 the pass does not read the state slot. Window layers read tokens [start - window + 1, end).
 
         Raises ShapeError without chunks, or for a chunk outside of its tokens or its lease. Raises TransferError if a
-        load of a prefix failed: the states of the pass that waited for it are then unchanged, and those of earlier
-        passes in the same call have advanced.
+        load of a prefix failed. The pass that waited for this load has then changed no states, but earlier passes in
+        the same call have.
         """
         if not chunks:
             raise ShapeError("a pass needs at least one chunk")

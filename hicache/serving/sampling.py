@@ -1,8 +1,8 @@
 """Sampling parameters, and the choice of the next token from logits.
 
-A sampled token depends only on the request's logits, its seed and its number of generated tokens. A counter-based
-generator yields one uniform number per step, and the inverse of the cumulative distribution maps it to a token. A
-request therefore gets the same tokens alone and in any batch.
+A sampled token depends only on the logits, the request's seed and the number of tokens that the request has generated.
+A counter-based generator computes one uniform number per step. The inverse of the cumulative distribution maps this
+number to a token. So a request gets the same tokens alone and in any batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from hicache.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of the choice of the next token. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep
-    every token. `min_p` drops tokens whose probability is below `min_p` times that of the most likely token, before
-    `top_p` is applied.
+    """Parameters for choosing the next token. A `temperature` of 0 chooses the most likely token; `top_k` 0, `top_p` 1
+    and `min_p` 0 keep every token. Before `top_p` is applied, tokens are dropped if they are less likely than `min_p`
+    times the probability of the most likely token.
 
-    First, logits are changed. `logit_bias`: pairs of a token and a number added to its logit. `repetition_penalty`
-    divides positive logits of tokens in the prompt and the answer, and multiplies negative ones. `presence_penalty` is
-    subtracted from logits of tokens in the answer, `frequency_penalty` once for each occurrence. No stop token is
-    chosen before `min_tokens`.
+    Before that, logits are changed. `logit_bias`: pairs of a token and the number that is added to its logit.
+    `repetition_penalty` divides positive logits, and multiplies negative logits, of tokens in the prompt or the answer.
+    `presence_penalty` is subtracted once from the logit of each token in the answer, and `frequency_penalty` once for
+    each occurrence. The first `min_tokens` tokens are never stop tokens.
 
-    `seed` determines the sampled tokens of a request, for any batch. Raises ConfigError for values out of range.
+    `seed` determines the random numbers of a request, independent of its batch. Raises ConfigError for values out of
+    range.
     """
 
     temperature: float = 0.0
@@ -75,8 +76,8 @@ PLAIN = SamplingParams(temperature=1.0)
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
-    """Choose one token for each row of float32 `logits` [B, vocab]. `steps[i]`: tokens that request i has generated so
-    far.
+    """Choose one token for each row of float32 `logits` [B, vocab]. `steps[i]`: number of tokens that request i has
+    generated so far.
 
     All computation is on the device of the logits. The host waits once, for the tokens.
     """
@@ -117,7 +118,7 @@ def _sample(
     is_cut = (top_k[:, None] > 0) & (ranks >= top_k[:, None]) | (weights < min_p[:, None])
     weights = weights.masked_fill(is_cut, 0)
     cumulative = (weights / weights.sum(-1, keepdim=True)).cumsum(-1)
-    # Keep ranks [0, last]: the first rank at which the sum reaches top_p is the last one that is kept.
+    # Keep ranks [0, last]. `last` is the first rank at which the cumulative sum reaches top_p.
     last = torch.where(top_p < 1, (cumulative < top_p[:, None]).sum(-1), (weights > 0).sum(-1) - 1)
     # Rows that consist of NaN or -inf have no rank.
     last = last.clamp(0, logits.shape[1] - 1)[:, None]

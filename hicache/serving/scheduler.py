@@ -2,9 +2,9 @@
 
     submit -> prefetch -> waiting queue -> acquire -> running batch -> commit, release
 
-A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it. The batch
-has the next token of every request that decodes, and chunks of prompts with the rest of the budget, in the order of
-`hicache.serving.order`. If a running request gets no slots, the last request in this order is preempted.
+A step admits waiting requests, composes one batch under a token budget and runs one forward pass over this batch. The
+batch contains one token of every request that decodes. The rest of the budget is for chunks of prompts, in the order of
+`hicache.serving.order`. If a running request gets no slots, the scheduler preempts the last request in this order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hicache.serving.waiting_requests import WaitingRequests
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
-_LOOK_UPS = 4  # waiting requests whose prefixes are looked up again per step, after commits
+_LOOK_UPS = 4  # maximum look-ups of waiting requests' prefixes per step, repeated after commits
 _MAX_RETRIES = 1  # retries of a request whose prefix failed to load
 
 
@@ -48,15 +48,15 @@ class Scheduler:
     """Serves requests through `runner` over `engine`. One thread calls all methods.
 
     `chunk_tokens`: maximum tokens of one pass. Each request that decodes gets one of these tokens. Prompts share the
-    other tokens, but get at least one token. `max_pass_s`: maximum seconds, by the measured prefill speed, of a pass
-    with prompts in which other requests decode; a pass in which no request decodes may take four times as long; 0: no
-    limit. `max_running`: maximum number of requests that hold slots. `stall_timeout_s`: maximum seconds for which a
-    request waits for slots while no running request could release any; after that, the request fails.
-    `priority_level_s`: seconds of waiting to which one level of priority is equivalent. `max_overtake_s`: a request may
-    overtake requests submitted up to this many seconds earlier, if it has less left to compute; 0: first come, first
-    served. `clock`: returns the current time in seconds.
+    other tokens, but get at least one token. `max_pass_s`: maximum seconds, estimated by the measured prefill speed, of
+    a pass with both prompts and decoding requests; 0: no limit. A pass in which no request decodes may take four times
+    as long. `max_running`: maximum number of requests that hold slots. `stall_timeout_s`: a request fails after it has
+    waited this many seconds for slots while no running request could release slots. `priority_level_s`: seconds of
+    waiting that one level of priority is worth. `max_overtake_s`: a request with less left to compute may overtake
+    requests submitted up to this many seconds earlier; 0: first come, first served. `clock`: returns the current time
+    in seconds.
 
-    The engine must be started, and stays open when the scheduler is dropped.
+    The caller must start the engine before, and close it afterwards.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
         order = ServingOrder(max_overtake_s, self.prefill_meter.cost)
         self._waiting = WaitingRequests(order)
         self._running_batch = RequestQueue(order.rank_s)
-        # a heap; it may contain requests that have ended
+        # heap of deadlines, which may contain requests that have ended
         self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []
         self._finished: list[RequestOutput] = []
         self._arrivals = itertools.count()
@@ -103,12 +103,12 @@ class Scheduler:
         return len(self._running_batch)
 
     def submit(self, request: Request, on_token: OnToken | None = None, logprobs: Logprobs | None = None) -> None:
-        """Queue a request and start to prefetch its pages. Raises ConfigError if the id is in use, and InvalidTokens;
-        then nothing is queued.
+        """Queue a request and start to prefetch its pages. Raises ConfigError if the id is in use, and InvalidTokens
+        for wrong tokens; the request is then not queued.
 
         `on_token` is called with each token, in order, when it is chosen. `on_token` may submit and abort requests, but
-        must not call `step`. If `on_token` raises, its request ends with CallbackFailed. `logprobs`: log probabilities
-        that the request asks for are appended to it before `on_token` is called.
+        must not call `step`. If `on_token` raises, its request ends with CallbackFailed. `logprobs`: a list to which
+        log probabilities that the request asks for are appended before each call of `on_token`.
         """
         if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
@@ -148,7 +148,7 @@ class Scheduler:
     def run(self, requests: Iterable[Request] = ()) -> list[RequestOutput]:
         """Submit `requests` and step until all are finished. Returns outputs in the order in which requests finished.
 
-        After an exception, all requests are aborted before it is raised.
+        If a step raises an exception, all requests are aborted before `run` raises this exception.
         """
         outputs: list[RequestOutput] = []
         try:
@@ -187,8 +187,8 @@ class Scheduler:
                 self._finish(req, "timeout")
 
     def _look_up_again(self) -> None:
-        """Look up the prefixes of waiting requests again, after commits and when prefetches become ready, beginning
-        with the oldest look-up."""
+        """Look up the prefixes of waiting requests again if requests have committed pages since, or if a prefetch
+        became ready. The request with the oldest look-up is first."""
         for _ in range(_LOOK_UPS):
             if (req := self._waiting.next_to_look_up(self._num_commits)) is None:
                 return
@@ -200,9 +200,9 @@ class Scheduler:
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit requests whose prefetch is ready, by rank. Skip a request if pages are being exchanged for it, or if
-        its prefix is being computed for another request. Stop at a request that gets no slots, or that would not be
-        computed in the next passes."""
+        """Admit requests whose prefetch is ready, by rank. Skip a request if its staged load is in progress, or if its
+        prefix is being computed for another request. Stop at the first request that gets no slots, or that would
+        not be computed in the next passes."""
         for req in self._waiting:
             if not is_computed_soon(req, self._running_batch, self._chunk_tokens):
                 return
@@ -238,7 +238,7 @@ class Scheduler:
     def _compose(self) -> list[ScheduledRequest]:
         """Return the requests of the next pass, with slots for their tokens [kv_len, end): first requests that decode,
         then prompts within the budget, both sorted by rank. A preemptible request, and all requests after it, join no
-        pass before the device has finished the last pass: until then, more of their pages may be read, which then need
+        pass until the device has finished the last pass. By then more of their pages may have been read, and these need
         no computing."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
@@ -257,16 +257,16 @@ class Scheduler:
         return list(batch)
 
     def _join(self, req: ScheduledRequest) -> None:
-        """Load, behind the tokens that the request has computed, the pages that its overlapped prefetch has read."""
+        """Load the pages after the computed tokens of the request that its prefetch has read in the meantime."""
         if req.lease is not None and req.prefetch is not None and req.prefetch.overlaps:
             req.note_loaded(self._engine.join(req.lease, req.kv_len))
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
         """Add tokens up to `end` of a request to the batch. Returns False if the request gets no slots now.
 
-        If no slots are free, the last running request is preempted and removed from the batch; it may be this request.
-        If this is the only running request, wait for backups first, because pages keep their slots until they are
-        copied.
+        If no slots are free, the running request with the highest rank is preempted and removed from the batch; this
+        may be `req` itself. If `req` is the only running request, first wait for backups, because a page keeps its
+        slots until its backup is complete.
         """
         has_waited = False
         while req.lease is not None and end > req.lease.length:
@@ -291,7 +291,8 @@ class Scheduler:
         return True
 
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
-        """Run one pass over the batch. Callbacks get tokens after the computed KV of all requests is recorded."""
+        """Run one pass over the batch. First record the computed KV of all requests, then call the callbacks with the
+        new tokens."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
         with self._pass_polling.polling(), self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
@@ -303,8 +304,8 @@ class Scheduler:
             self._append_token(req, token)
 
     def _record_kv(self, req: ScheduledRequest) -> None:
-        """Record that KV of tokens [kv_len, end) is stored. KV of a prompt is also committed here; KV of generated
-        tokens is committed when the request ends or is preempted."""
+        """Record that KV of tokens [kv_len, end) is stored. This also commits KV of prompts. KV of generated tokens is
+        committed when the request ends or is preempted."""
         start, req.kv_len = req.kv_len, req.end
         if req.is_decoding:
             return
@@ -332,24 +333,25 @@ class Scheduler:
     # Preemption, retry, end
 
     def _preempt_below(self, req: ScheduledRequest) -> bool:
-        """Preempt the last running request if the waiting request `req` has higher priority and a lower rank. Returns
-        whether a request was preempted."""
+        """Preempt the running request with the highest rank if the waiting request `req` has a higher priority and a
+        lower rank. Returns whether a request was preempted."""
         last = self._running_batch.last if self._running_batch else req
         if before := req.lead_s > last.lead_s and req.rank < last.rank:
             self._preempt(last)
         return before
 
     def _preempt(self, req: ScheduledRequest) -> None:
-        """Return a running request to the waiting queue. Its complete pages are backed up to the host, because other
-        requests take its slots."""
+        """Return a running request to the waiting queue. The complete pages of the request are backed up to the host,
+        because other requests will take its slots."""
         req.preemptions += 1
         self._commit(req)
         self._engine.backup(req.held_lease)
         self._requeue(req)
 
     def _repeat(self, batch: Sequence[ScheduledRequest], error: TransferError | None = None) -> None:
-        """Restart the requests of a pass that raised, because the pass may have advanced recurrent states, which cannot
-        be undone. Requests whose prefix failed to load with `error` restart a limited number of times."""
+        """Queue all requests of a pass that raised again. They must start again, because the pass may have advanced
+        recurrent states, which cannot be undone. Requests whose prefix failed to load with `error` are retried a
+        limited number of times."""
         held = [req for req in batch if req.lease is not None]
         failed = [req for req in held if error and self._engine.load_failed(req.held_lease)] or held
         for req in held:
@@ -359,8 +361,8 @@ class Scheduler:
                 self._requeue(req)
 
     def _retry(self, req: ScheduledRequest, error: TransferError) -> None:
-        """Requeue a request whose prefix failed to load. The pages of this prefix are no longer on the device, so they
-        are loaded again or computed."""
+        """Requeue a request whose prefix failed to load. The pages of this prefix are not on the device any more, so
+        they are loaded again or computed."""
         if req.retries >= _MAX_RETRIES:
             self._finish(req, "error", error)
             return
@@ -368,7 +370,7 @@ class Scheduler:
         self._requeue(req)
 
     def _requeue(self, req: ScheduledRequest) -> None:
-        """Release the lease of a running request and queue the request at its old rank."""
+        """Release the lease of a running request, and queue the request again without changing its submission time."""
         self._engine.release(req.held_lease, continues=True)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False

@@ -1,8 +1,8 @@
-"""Passes over slots: attention reads the pool in place, and tokens of many requests share a pass.
+"""Passes over slots, in which attention reads the pool in place. Tokens of many requests share a pass.
 
-All chunks of a step are one pass, in which chunks of one token come first. Models with recurrent layers are an
-exception, because their states belong to sequences: a pass computes one chunk of one prompt, or one token of each
-sequence of a batch. Passes over one token of each sequence are replayed from CUDA graphs.
+One pass computes all chunks of a step; chunks of one token are first. For models with recurrent layers, whose layers
+compute sequence by sequence, a pass computes one chunk of one prompt, or one token of each sequence of a batch. Passes
+over one token of each sequence are replayed from CUDA graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hicache.serving.cache import BatchStates, StateCache, new_state_layer, stor
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs
 from hicache.serving.passes import Chunk, PassContext
 
-_MAX_COMPILED = 1 << 16  # maximum compiled variants of a model in a process; more than the number of batch sizes
+_MAX_COMPILED = 1 << 16  # maximum compiled variants of a model in a process, more than there are batch sizes
 
 
 class SlotPasses:
@@ -44,7 +44,7 @@ class SlotPasses:
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context = self._context
         if context.states is None:
-            # One launch computes the attention of all chunks of one token, most of which decode.
+            # Chunks of one token are first, because one launch then computes the attention of all of them.
             order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start > 1)
             logits = self._run_batch([chunks[i] for i in order])
             if order == sorted(order):
@@ -123,8 +123,8 @@ class SlotPasses:
         states: BatchStates | None,
         is_start: bool = False,
     ) -> torch.Tensor:
-        """Return logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: indices of the tokens of a
-        single row whose logits are kept; None: the last token of each row."""
+        """Return logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: indices of the tokens whose
+        logits are computed, if `input_ids` has one row; None: the last token of each row."""
         context = self._context
         layers = [self._layer(layer, kind, states, is_start) for layer, kind in enumerate(context.geometry.kinds)]
         cache = StateCache(layers=layers)
@@ -149,7 +149,7 @@ class SlotPasses:
         return logits[0] if keep else logits[0, last]
 
     def _layer(self, layer: int, kind: LayerKind, states: BatchStates | None, is_start: bool) -> Any:
-        """Create the entry of a layer in the `Cache` of a pass."""
+        """Create the object for a layer in the transformers `Cache` of a pass."""
         if kind == "stateless":
             return DummyLayer()
         attention = None if kind == "recurrent" else self._attention.layer(is_sliding=kind == "window")
@@ -166,7 +166,7 @@ class SlotPasses:
         return max(1, int(config.num_attention_heads) // self._kv_heads)
 
     def _upload(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        """Copy int64 `values` to the device after its queued work. The host does not wait."""
+        """Copy int64 `values` to the device, after all work queued on the current stream. The host does not wait."""
         ids = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         if self._context.device.type == "cpu":
             return ids

@@ -1,8 +1,9 @@
-"""Decides whether the runner can serve a model, by examining the model instead of a list of names.
+"""Decides whether the runner can serve a model. It examines the model, and uses no list of model names.
 
-`check_supported` reads the kind of each layer and known obstacles from the configuration. Then it serves two sequences
-with `ModelRunner` and compares their logits with those of plain forwards, in float32 for any dtype of the weights
-(decision 021). A model that passes keeps no state other than keys, values and recurrent states in the pools.
+`check_supported` reads the kind of each layer from the configuration, and refuses configurations with known obstacles.
+Then it serves two sequences with `ModelRunner`, and compares their logits with logits of forwards without a cache. This
+comparison is in float32 for any dtype of the weights (decision 021). It shows that the model has no state other than
+the keys, values and recurrent states in the pools.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _KINDS: dict[str, LayerKind] = {
     "mlp": "stateless",
     "moe": "stateless",
 }
-# Settings that must be equal in all layers; other settings may differ between layers.
+# Settings that must be equal in all layers. Settings that are not listed here may differ between layers.
 _OF_ALL_LAYERS = {
     "alibi",
     "attention_chunk_size",
@@ -46,8 +47,8 @@ _OF_ALL_LAYERS = {
     "sliding_window",
     "use_sliding_window",
 }
-# Largest difference from the logits of transformers, as a share of their standard deviation. Over all model families,
-# float32 rounding caused at most 4e-5.
+# Maximum difference from the logits of transformers, as a share of the logits' standard deviation. In all model
+# families, rounding in float32 caused at most 4e-5.
 _MAX_DIFFERENCE = 0.001
 
 
@@ -55,7 +56,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
     """Return the geometry of `model`, a transformers causal language model, served with `attention` (see
     `ModelRunner`). Raises UnsupportedModel with the reason.
 
-    No other code may use the model during the call, which changes and restores its configuration and weights.
+    No other code may use the model during this call, because it changes the model's configuration and weights, and
+    restores them at the end.
     """
     name, config, kinds = type(model).__name__, model.config.get_text_config(), _examined(model)
     attention_kernel(model)
@@ -77,7 +79,7 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
-        raise UnsupportedModel(f"{name} fails when it is tried over a key-value cache ({text}); {SUPPORTED}") from error
+        raise UnsupportedModel(f"{name} fails when it is tried with a key-value cache ({text}); {SUPPORTED}") from error
     if reason:
         raise UnsupportedModel(f"{name} {reason}; {SUPPORTED}")
     bounds, limit = _bounds(config, kinds), stretched_beyond(config)
@@ -85,8 +87,9 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
 
 
 def untried_geometry(model: Any) -> ModelGeometry:
-    """Return the geometry of `model`, by its configuration and one recorded pass. No results are compared, so the
-    weights may be on the device "meta". Raises UnsupportedModel like `check_supported` before its trial."""
+    """Return the geometry of `model` from its configuration and one recorded pass. No results are compared, so the
+    weights may be on the device "meta". Raises UnsupportedModel for the reasons that `check_supported` finds without
+    its trial."""
     config, kinds = model.config.get_text_config(), _examined(model)
     with torch.inference_mode():
         recorded = recorded_geometry(model, kinds, **_bounds(config, kinds))
@@ -94,8 +97,8 @@ def untried_geometry(model: Any) -> ModelGeometry:
 
 
 def _examined(model: Any) -> tuple[LayerKind, ...]:
-    """Return the kinds of the layers. Raises UnsupportedModel if the configuration or the signature of the model rules
-    it out."""
+    """Return the kinds of the layers. Raises UnsupportedModel if the configuration, or the signature of the model's
+    forward, shows that the model cannot be served."""
     config = model.config.get_text_config()
     reason = _config_reason(config) or _interface_reason(model)
     if reason:
@@ -104,35 +107,37 @@ def _examined(model: Any) -> tuple[LayerKind, ...]:
 
 
 def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attention) -> str:
-    """Return the reason why the results of a trial rule the model out; empty if they do not."""
+    """Return the reason why the results of a trial show that the model cannot be served; empty if it can."""
     difference = trial.served_difference(geometry, attention)
     if difference <= _MAX_DIFFERENCE:
         return ""
     ahead = trial.lookahead_difference()
     if ahead > _MAX_DIFFERENCE:
         return (
-            f"is not causal: a token's logits change when others follow it (by {ahead:.2g} of the logits' standard "
-            "deviation)"
+            f"is not causal: the logits of a token change if other tokens follow it (by {ahead:.2g} of the logits' "
+            "standard deviation)"
         )
     renumbered = trial.numbering_difference()
     if renumbered > _MAX_DIFFERENCE:
         return (
-            f"does not number positions from 0: with such positions, its logits differ (by {renumbered:.2g} of their "
+            f"does not number positions from 0: with positions from 0, its logits differ (by {renumbered:.2g} of their "
             "standard deviation)"
         )
     return (
-        f"gives other results over a cached prefix than without one (by {difference:.2g} of the logits' standard "
-        "deviation): they depend on more than positions, a mask and the keys, values and states of its configuration"
+        f"gives different results with a cached prefix than without one (by {difference:.2g} of the logits' standard "
+        "deviation): its results depend on more than positions, a mask, and the keys, values and states of its "
+        "configuration"
     )
 
 
 def _interface_reason(model: Any) -> str:
-    """Return the reason why the signature of the model's forward rules it out; empty if it does not."""
+    """Return the reason why the signature of the model's forward shows that the model cannot be served; empty if it
+    can."""
     takes = inspect.signature(model.forward).parameters
     if cache_keyword(model) is None:
-        return "no key-value cache (its forward takes neither cache nor past_key_values)"
+        return "no key-value cache (its forward method has neither cache nor past_key_values)"
     if "position_ids" not in takes:
-        return "no way to be told positions (its forward takes no position_ids)"
+        return "a forward method without position_ids, so it cannot continue a cached prefix"
     return ""
 
 
@@ -162,7 +167,8 @@ def _bounds(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, int]:
 
 
 def _several_windows(config: Any) -> str:
-    """Return the setting that gives layers windows of different sizes, with its value; empty if there is none."""
+    """Return a setting that gives layers windows of different sizes, with its value; empty if the configuration has no
+    such setting."""
     for name, value in config.to_dict().items():
         sizes = list(value.values()) if isinstance(value, Mapping) else value
         if "window" in name and isinstance(sizes, list | tuple) and len({str(size) for size in sizes}) > 1:
@@ -171,7 +177,7 @@ def _several_windows(config: Any) -> str:
 
 
 def _config_reason(config: Any) -> str:
-    """Return the reason why the configuration rules the model out; empty if it does not."""
+    """Return the reason why the configuration shows that the model cannot be served; empty if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder"
     varying = sorted({*(config.per_layer_attributes or ())} & _OF_ALL_LAYERS)
@@ -187,7 +193,7 @@ def _config_reason(config: Any) -> str:
     top_keys, positions = getattr(config, "keep_window_size", None) or 0, getattr(config, "max_position_embeddings", 0)
     reasons = {
         "attention biases (alibi) that it builds from a padding mask": getattr(config, "alibi", False),
-        f"layers that attend to the best keys alone, a choice that rounding makes (keep_window_size={top_keys})": (
+        f"layers that attend only to the best keys, which depend on rounding (keep_window_size={top_keys})": (
             0 < top_keys < positions
         ),
         f"layers of type {', '.join(other)}": other,
@@ -200,6 +206,6 @@ def _config_reason(config: Any) -> str:
         "layers of type chunked_attention without an attention_chunk_size": (
             "chunked_attention" in types and not getattr(config, "attention_chunk_size", None)
         ),
-        "recurrent layers alone": types == {"linear_attention"},
+        "only recurrent layers": types == {"linear_attention"},
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

@@ -1,4 +1,4 @@
-"""Converts generated tokens to text, in complete characters only, and cuts the text before a stop string."""
+"""Converts generated tokens to text, one complete character after another, and cuts the text before a stop string."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 _REPLACEMENT = "\ufffd"
-# maximum tokens without a complete character; after that they are emitted as replacement characters
+# maximum tokens without a complete character; more are returned as replacement characters
 _MAX_HELD_TOKENS = 64
 _MAX_CHARACTER_BYTES = 4
-_CONTEXT_TOKENS = 6  # number of context tokens; a decoder may treat the first token of a sequence differently
+_CONTEXT_TOKENS = 6  # context tokens, needed because a decoder may treat the first token of a sequence differently
 
 
 class TextDecoder(Protocol):
     """Converts the tokens of one sequence to text. Returned text never changes."""
 
     def push(self, token: int) -> str:
-        """Return the text that `token` completes, without characters that later tokens may change."""
+        """Add a token and return the text that is complete now. Characters that later tokens may change are left
+        out."""
         ...
 
     def finish(self) -> str:
@@ -29,8 +30,8 @@ class TextDecoder(Protocol):
 
 
 class ByteDecoder:
-    """A decoder of tokens that are bytes of UTF-8. Ids from 256 on are special: they decode to `<|256|>`, or to
-    nothing."""
+    """A decoder of tokens that are bytes of UTF-8. Ids from 256 on are special. They decode to text like `<|256|>`, or
+    with `skip_special` to empty text."""
 
     def __init__(self, skip_special: bool = True) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -47,8 +48,8 @@ class ByteDecoder:
 
 class TokenDecoder:
     """A decoder over the `DecodeStream` of `tokenizers`, which can also return the text of an incomplete character at
-    the end. `prompt`: the last tokens of the prompt are context for the first token. `held`: tokens whose text may end
-    in an incomplete character.
+    the end. `prompt`: tokens of the prompt, of which the last ones are context for the first token. `held`: tokens
+    whose text may end in an incomplete character and was not returned yet.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
@@ -64,7 +65,7 @@ class TokenDecoder:
         except Exception as error:
             if "Invalid prefix" not in str(error):  # the library raises no specific exception class
                 raise
-            return self._restarted()  # after a broken character, a decoder may change the characters before it
+            return self._restarted()  # a decoder may change the characters before a broken one
         if text is None:
             return self._restarted() if len(self._held) == _MAX_HELD_TOKENS else ""
         self._held.clear()
@@ -80,7 +81,8 @@ class TokenDecoder:
         return text
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """Return the last tokens of the prompt that begin and end at character boundaries; empty if there are none."""
+        """Return last tokens of the prompt whose text begins and ends with complete characters; empty if there are
+        none."""
         ends = (
             list(prompt[-num_tokens:]) for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES)
         )
@@ -91,10 +93,10 @@ class TokenDecoder:
 
 
 class StopMatcher:
-    """Cuts a text before the first complete occurrence of one of `stops`, however the text is divided into pieces.
+    """Cuts a text, which arrives in pieces, before the first occurrence of one of the strings `stops`.
 
-    If several stop strings end at the same character, the longest stop string counts. Text that may be the beginning of
-    a stop string is held back.
+    If several stop strings end at the same character, the text is cut before the longest one. Text that may be the
+    beginning of a stop string is not returned until later text shows that it is none.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -103,7 +105,7 @@ class StopMatcher:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Return the text that certainly precedes any stop string; empty after one was found."""
+        """Add a piece, and return the text that cannot belong to a stop string; empty after a stop string was found."""
         if self.found or not self._stops:
             return "" if self.found else text
         text = self._held + text
@@ -118,7 +120,7 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """Return the held text, because the text has ended."""
+        """Return the text that was held back. Called when there are no more pieces."""
         held, self._held = self._held, ""
         return held
 

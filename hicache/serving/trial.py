@@ -1,10 +1,11 @@
-"""A trial of a model: two sequences are served over a small engine and compared with plain forwards of the model.
+"""A trial of a model, which serves two sequences with a small engine and compares the logits with forwards without a
+cache.
 
-The trial runs the passes of `ModelRunner`, so it exercises the same strides, masks and padding as requests.
+The trial uses `ModelRunner`, so its passes have the same strides, masks and padding as passes of real requests.
 
     short   7 tokens in chunks of one, several and one token; then decoded in a pass with a chunk of the other, and in a
             batch of two twice
-    long    longer than every bound in the configuration, in two chunks; then decoded in the same batches
+    long    a sequence longer than every bound in the configuration, in two chunks; then decoded in the same batches
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from hicache.serving.runner import Chunk, ModelRunner
 _SHORT_ENDS = (1, 2, 6, 7)  # ends of the chunks of the short sequence
 _NUM_DECODED = 3
 _MIN_LONG = 20  # minimum tokens of the long sequence
-# During the trial, a longer sliding window or chunk is replaced by a short one. Other bounds cannot be replaced, so the
-# long sequence exceeds them, up to `_MAX_BOUND` tokens.
+# During the trial, sliding windows and chunks of more than `_MAX_WINDOW` tokens are replaced by `_TRIAL_WINDOW` tokens.
+# Other bounds cannot be replaced, so the long sequence is longer than these bounds, but at most `_MAX_BOUND` tokens.
 _MAX_WINDOW, _TRIAL_WINDOW = 64, 3
 _MAX_BOUND = 4096
 _BOUND = re.compile(r"window|chunk|block|local|keep|sparse|stride|span|topk")
@@ -40,8 +41,7 @@ _NO_BOUND = re.compile(r"^num_|^max_window_layers$|experts")
 
 @contextmanager
 def short_window(config: Any) -> Iterator[None]:
-    """Within the `with` block, a sliding window or attention chunk of more than 64 tokens is replaced by one of 3
-    tokens."""
+    """Replace a sliding window or attention chunk of more than 64 tokens by 3 tokens within the `with` block."""
     with ExitStack() as stack:
         for name in ("sliding_window", "attention_chunk_size"):
             size = getattr(config, name, None)
@@ -52,10 +52,9 @@ def short_window(config: Any) -> Iterator[None]:
 
 
 def trial_length(config: Any) -> int:
-    """Return the length of a sequence that exceeds every limit of a layer's attention, as far as the model's positions
-    allow.
+    """Return a sequence length that exceeds every limit of a layer's attention, if the model has enough positions.
 
-    Call it inside `short_window`. Raises UnsupportedModel if the sequence would be too long for a trial.
+    Callers use it within `short_window`. Raises UnsupportedModel if the sequence would be too long for a trial.
     """
     bounds = {
         name: value
@@ -76,8 +75,8 @@ def trial_length(config: Any) -> int:
 
 
 class Trial:
-    """Compares served passes of `model` with plain forwards. The constructor runs the plain forwards of two sequences,
-    a short one, and a long one with a few more than `num_tokens` tokens.
+    """Compares passes of the runner with forwards of `model` without a cache. The constructor runs these forwards for
+    two sequences: a short one, and a long one with a few more than `num_tokens` tokens.
 
     A difference is the maximum difference of logits, relative to their standard deviation.
     """
@@ -91,18 +90,19 @@ class Trial:
         self._plain = [plain_logits(model, tokens) for tokens in self._sequences]
 
     def lookahead_difference(self) -> float:
-        """Return the difference that later tokens cause in the logits of earlier tokens."""
+        """Return how much the logits of earlier tokens change if later tokens are added."""
         long, half = self._sequences[1], len(self._sequences[1]) // 2
         return relative_difference(plain_logits(self._model, long[:half])[-1], self._plain[1][half - 1])
 
     def numbering_difference(self) -> float:
-        """Return the difference that explicit positions 0, 1, 2, ... cause in the logits."""
+        """Return how much the logits change if the forward gets explicit positions 0, 1, 2, ...."""
         short = self._sequences[0]
         ids = torch.arange(len(short), device=self._model.device)[None]
         return relative_difference(plain_logits(self._model, short, position_ids=ids)[-1], self._plain[0][-1])
 
     def served_difference(self, geometry: ModelGeometry, attention: Attention) -> float:
-        """Return the difference between the logits of the served sequences and those of plain forward passes."""
+        """Return the difference between the logits of the served sequences and the logits of forwards without a
+        cache."""
         num_tokens = sum(len(tokens) for tokens in self._sequences)
         with _small_engine(self._model, geometry, num_tokens) as engine:
             runner = ModelRunner(self._model, engine, geometry, attention=attention, use_graphs=False)
@@ -152,7 +152,7 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _small_engine(model: Any, geometry: ModelGeometry, num_tokens: int) -> CacheEngine:
     """Create an engine with capacity for `num_tokens` in the model's dtype and no host or disk tier."""
-    num_tokens += 2 * (geometry.window + 1)  # the engine keeps this number of slots free for windows
+    num_tokens += 2 * (geometry.window + 1)  # slots that the engine reserves for windows
     return build_engine(
         EngineConfig(
             device_tokens=num_tokens,

@@ -1,4 +1,4 @@
-"""The requests that wait for admission, and the changes that their prefetches report."""
+"""The requests that wait for admission. Their prefetches report changes, which `update` applies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 
 
 class WaitingRequests:
-    """The requests that wait for admission, divided by the state of their prefetch. Owned by the scheduler. The cost of
-    a step without changes does not depend on the number of waiting requests.
+    """The requests that wait for admission, grouped by the state of their prefetch. The scheduler owns this object. The
+    cost of a step without changes does not depend on the number of waiting requests.
 
-    pending     its prefetch is not ready: only in `_requests`
-    ready       in `_queue`, by rank, and in `_looked_up`, ordered by the time of the last look-up, oldest first
+    pending     a request whose prefetch is not ready; it is only in `_requests` ready       all others; in `_queue` by
+    rank, and in `_looked_up` by the time of the last look-up, oldest first
     """
 
     def __init__(self, order: ServingOrder) -> None:
@@ -39,7 +39,7 @@ class WaitingRequests:
             self._queue.discard(req)
 
     def update(self) -> None:
-        """Apply changes that prefetches reported, and a changed prefill speed."""
+        """Apply the changes that prefetches reported. If the prefill speed has changed, compute all ranks again."""
         while self._changed:
             prefetch = self._changed.popleft()
             req = self._requests.get(prefetch.request_id)
@@ -55,8 +55,8 @@ class WaitingRequests:
             self._queue.sort()
 
     def next_to_look_up(self, num_commits: int) -> ScheduledRequest | None:
-        """Return the ready request with the oldest look-up; None if this look-up was made after `num_commits` commits,
-        so that a new one would find nothing else."""
+        """Return the ready request with the oldest look-up. Returns None if even this look-up was made after
+        `num_commits` commits, because a new look-up would find nothing more."""
         req = next(iter(self._looked_up), None)
         return None if req is None or req.seen_commits >= num_commits else req
 

@@ -1,7 +1,7 @@
-"""Prepares a server on CUDA before its first request: compiles kernels, captures graphs and measures prefill.
+"""Prepares a server on CUDA before its first request: compiles kernels, captures graphs and measures the prefill speed.
 
-Without this, the first requests would wait for compilation, and `prefetch_mode=auto` would not know the cost of
-computing. The cache keeps no page of these prompts.
+Without a warm-up, the first requests would wait for compilation, and `prefetch_mode=auto` would not know the cost of
+computing. The cache keeps no pages of the prompts that a warm-up computes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from hicache.tiers import SWA
 def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
     """Compile all kernels and capture all graphs, and measure the prefill speed. First compute prompts of 1, 2, 4, ...
     tokens, because attention has different kernels for different lengths. Then compute a prompt of two chunks twice,
-    the second time to measure, and decode a batch of each graph's size.
+    and measure the second time. At the end decode a batch of each size that has a graph.
 
-    Prompts take at most half of the device tier's slots. Call it before any request is admitted.
+    The prompts use at most half of the device tier's slots. The server calls this function before it admits any
+    request.
     """
     num_slots, windows = engine.pool.size, engine.inspect.context.by_name.get(SWA)
-    # The window pool may have fewer slots than the full pool, and a prompt frees no window slots before its commit.
+    # The window pool may have fewer slots than the full pool, and a prompt frees window slots only when it is
+    # committed.
     if isinstance(windows, SlidingWindow):
         num_slots = min(num_slots, windows.max_tokens)
     max_len = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
@@ -51,8 +53,8 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
 
 
 def _decode_batches(engine: CacheEngine, runner: ModelRunner, max_running: int) -> None:
-    """Decode a batch of each graph's size, up to the number of requests for which the device tier has slots and
-    states."""
+    """Decode a batch of each size that has a graph, up to the number of requests for which the device tier has slots
+    and states."""
     token, leases = np.zeros(1, dtype=np.int64), list[Lease]()
     try:
         with suppress(ResourceExhausted):

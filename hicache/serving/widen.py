@@ -1,4 +1,4 @@
-"""Float32 arithmetic for a model with 16-bit weights, in the memory of one additional layer.
+"""Float32 arithmetic for a model with 16-bit weights, which needs additional memory for only one layer.
 
 Every 16-bit weight is also a float32 number, so the widened model computes the same function, but without 16-bit
 rounding between layers. A float32 copy of all weights may not fit in memory, so each decoder layer is widened before
@@ -20,8 +20,8 @@ def float32_weights(model: nn.Module) -> Iterator[None]:
     """Within the `with` block, `model` computes in float32 without TF32.
 
     Tensors outside of lists of layers (embeddings, the head) are widened all the time. The tensors of a layer are
-    widened only during the layer's own forward. Afterwards the model has its original tensors. No other code may use
-    the model meanwhile.
+    widened only during this layer's forward. After the `with` block, the model has its original tensors. No other code
+    may use the model within the block.
     """
     outside, layers = _split(model)
     widened = _WidenedTensors(outside)
@@ -44,7 +44,7 @@ def _without_tf32() -> Iterator[None]:
     matmul: Any = torch.backends.cuda.matmul
     settings: list[tuple[Any, str, Any]] = [(matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
     if getattr(matmul, "fp32_precision", None) is not None:
-        # These names exist in torch 2.9 and later, which raises if these and the older names are both used.
+        # torch 2.9 and later have these names, and raise if a process uses both these and the older names.
         settings = [(matmul, "fp32_precision", "ieee"), (cudnn.conv, "fp32_precision", "ieee")]
     with ExitStack() as stack:
         for owner, name, value in settings:
@@ -54,8 +54,8 @@ def _without_tf32() -> Iterator[None]:
 
 
 class _WidenedTensors:
-    """Tensors that are float32 between `widen` and `restore`. Both methods are idempotent and take a hook's
-    arguments."""
+    """Tensors that are float32 between `widen` and `restore`. Both methods are idempotent. They accept and ignore the
+    arguments of a forward hook."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 
@@ -44,7 +45,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _takes_key(_add(subparsers, commands.compact, "compact", "return free space to the file system"))
 
     evicting = _add(subparsers, commands.evict_pages, "evict", "evict the least recently used pages, then compact")
-    size = Size("maximum disk space of the store, like 2GB; 0 empties it", maximum=MAX_STORE_BYTES)
+    size = Size(
+        "maximum disk space of the store with its unit, like 2GB; 0 empties it",
+        maximum=MAX_STORE_BYTES,
+        needs_unit=True,
+    )
     evicting.add_argument("--to", type=as_flag(size), required=True, metavar="SIZE", help=size.help)
     _takes_key(evicting)
 
@@ -52,7 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         subparsers, commands.prune_stores, "prune", "remove complete stores of a path that no process has open"
     )
     days = Integer("remove stores that no engine has used for this many days; 0: all", minimum=0, maximum=36500)
-    budget = Size("of a shared store: remove the pages used longest ago until this size is kept", 0, _MAX_SHARED_BYTES)
+    budget = Size(
+        "of a shared store: remove the pages used longest ago until this size with its unit, like 20TB, is kept; 0: "
+        "remove all pages",
+        maximum=_MAX_SHARED_BYTES,
+        needs_unit=True,
+    )
     choice = pruning.add_mutually_exclusive_group()
     choice.add_argument("--unused-days", type=as_flag(days), metavar="N", help=days.help)
     choice.add_argument("--budget", type=as_flag(budget), metavar="SIZE", help=budget.help)
@@ -69,15 +79,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
     serving.add_argument("url", metavar="URL", help="the store, like lmdb:///var/lib/hicache?budget=100GiB")
     serving.add_argument("--remote", default="", metavar="URL", help="remote store, like s3://bucket/prefix")
-    backup = "pages that are copied to the remote store; used: those used again or slow to compute (default: used)"
+    backup = (
+        "pages that are copied to the remote store; used: pages that are used again or slow to compute (default: used)"
+    )
     serving.add_argument("--backup", choices=BACKUPS, default="used", help=backup)
     serving.add_argument(
-        "--socket", required=True, type=path_of, metavar="PATH", help="engines name it as disk path unix:PATH"
+        "--socket",
+        required=True,
+        type=path_of,
+        metavar="PATH",
+        help="socket of the store; the disk path of an engine is then unix:PATH",
     )
     serving.add_argument(
         "--yes",
         action="store_true",
-        help="neither ask nor wait if the budget is less than half of the last one",
+        help="evict pages without asking or waiting if the new budget is less than half of the last budget",
     )
 
 
@@ -88,7 +104,9 @@ def run(flags: argparse.Namespace) -> int:
             at = disk_of(flags.url)
             if at is not None and not flags.yes:
                 confirm_smaller_budget(*at, ask=asks_on_terminal())
-            serve(flags.url, flags.socket, RemoteSettings(flags.remote, flags.backup))
+            is_closed = serve(flags.url, flags.socket, RemoteSettings(flags.remote, flags.backup))
+        if not is_closed:
+            os._exit(0)  # the interpreter would wait for the threads that hang
         return 0
     with LogCapture() as log, DeferredInterrupt() as interrupt:
         progress = Steps(interrupt, is_shown=not flags.json)

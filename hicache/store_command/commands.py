@@ -60,15 +60,16 @@ class Task:
 
     @property
     def folder(self) -> Path:
-        """The given directory: of one store, or of several stores."""
+        """The given directory, which has one store or several stores."""
         path = Path(self.flags.path)
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is no directory; give the one that holds the store")
+            raise ConfigError(f"{path} is no directory; give the directory of the store")
         return path
 
     @property
     def path(self) -> Path:
-        """The directory of the store. If the given directory contains exactly one store, that store's."""
+        """The directory of the store. If the given directory contains exactly one store, this is the directory of that
+        store."""
         folders = store_folders(self.folder)
         if len(folders) > 1:
             raise ConfigError(f"{self.folder} holds {len(folders)} stores; name one of them, like {folders[0]}")
@@ -80,7 +81,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a subcommand: as JSON values, as text, and the exit status."""
+    """The result of a subcommand. `stats`: the result as JSON values. `text`: the same result as text. `status`: the
+    exit status."""
 
     stats: dict[str, Any]
     text: str
@@ -97,7 +99,8 @@ def stat(task: Task) -> Outcome:
 
 
 def _stat_all(path: Path, folders: Sequence[Path]) -> Outcome:
-    """One block of rows for each store, and sums. The status is 1 if a store cannot be read."""
+    """Return one block of rows for each store, and the sums over all stores. The status is 1 if a store cannot be
+    read."""
     stats: list[dict[str, Any]] = []
     parts: list[str] = []
     for folder in folders:
@@ -152,15 +155,15 @@ def _stats_of(found: StoreDescription) -> dict[str, Any]:
 
 
 def prune_stores(task: Task) -> Outcome:
-    """Remove the stores of a directory that were not used for some days, or that are of one model. Stores that are open
-    stay."""
+    """Remove the stores of a directory that were not used for `--unused-days`, or that have pages of `--model`; with
+    both flags, a store must fit both. Stores that a process has open are not removed."""
     days, model = task.flags.unused_days, task.flags.model
     if task.flags.budget is not None:
         raise ConfigError("--budget is for shared stores; give dir:///PATH or s3://bucket, or --unused-days for a disk")
     if days is None and model is None:
         raise ConfigError("give --unused-days N, --model NAME, or both: prune removes the stores that fit both")
     if not task.folder.is_dir():
-        raise ConfigError(f"{task.folder} is no directory; give the one that holds the stores")
+        raise ConfigError(f"{task.folder} is no directory; give the directory of the stores")
     removed, left = list[Path](), list[Path]()
     for folder in store_folders(task.folder):
         fits = time.time() - last_use_s(folder) >= (days or 0) * _DAY_S and (model is None or model in _names(folder))
@@ -187,7 +190,7 @@ def copy(task: Task) -> Outcome:
         num_warnings = len(task.log.messages)
         with task.progress.during(f"copying {folder.name}") as step:
             report = copy_store(folder, task.flags.target, step)
-        del task.log.messages[num_warnings:]  # that the index of the copy was rebuilt
+        del task.log.messages[num_warnings:]  # removes the warning that the index of the copy was rebuilt
         copies.append({"path": str(folder), "pages": report.pages - len(report.faults), "dropped": len(report.faults)})
     stats = {"path": str(task.folder), "target": str(task.flags.target), "stores": copies}
     rows = [("copied", "pages", "changed meanwhile"), *((one["path"], one["pages"], one["dropped"]) for one in copies)]
@@ -309,7 +312,7 @@ def evict_pages(task: Task) -> Outcome:
 
 
 def _verify_text(stats: dict[str, Any]) -> str:
-    """One line for each fault, and a summary."""
+    """Return one line for each fault, and a summary."""
     faults, left, repaired = stats["faults"], stats["left"], stats["repair"]
     lines = []
     for fault in faults:
@@ -323,7 +326,7 @@ def _verify_text(stats: dict[str, Any]) -> str:
     elif faults:
         remedy = "; --repair deletes bad pages and rebuilds the index"
     verdict = f"{len(faults)} fault(s)" if faults else "no faults"
-    decrypted = ", decrypted too" if stats["decrypted"] else ", not decrypted for want of the key"
+    decrypted = ", decrypted too" if stats["decrypted"] else ", not decrypted because no key was given"
     if not stats["encrypted"]:
         decrypted = ""
     lines.append(f"{stats['pages']} pages, {sized(stats['bytes'])}{decrypted}: {verdict}{remedy}")

@@ -11,8 +11,8 @@ from hicache.serving.interrupt import DeferredInterrupt
 
 
 class LogCapture(logging.Handler):
-    """Collects each different warning of the store once, so that an error message stays one line and can name its
-    cause."""
+    """Collects each different warning of the store once. So the warnings are not printed during the command, and an
+    error message can name its cause in one line."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -35,10 +35,10 @@ class LogCapture(logging.Handler):
 
 
 class Steps:
-    """Progress display and interruption. Ctrl-C takes effect between two steps only.
+    """Progress display and interruption. Ctrl-C takes effect only between two steps.
 
-    `during` yields a function to call after each step with the steps done and the total steps (None: unknown). With
-    `is_shown`, it also shows a progress bar.
+    `during` yields a function. The caller calls it after each step with the number of steps done and the number of all
+    steps, or None if this is unknown. With `is_shown`, `during` also shows a progress bar.
     """
 
     def __init__(self, interrupt: DeferredInterrupt, *, is_shown: bool) -> None:

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from hicache.console import columns, sized
+from hicache.console import columns, printable, sized
 from hicache.errors import ConfigError
 from hicache.storage.shared_pages import SharedPage, SharedPages, shared_pages
 from hicache.store_command.commands import Outcome, Task
 
 
 def run(task: Task) -> Outcome:
-    """Run the subcommand of a task whose path is a URL. Raises ConfigError if it has none for shared stores."""
+    """Run the subcommand of a task whose path is a URL. Raises ConfigError if the subcommand does not support shared
+    stores."""
     verb = task.flags.verb
     if verb not in COMMANDS:
         raise ConfigError(f"`hicache store {verb}` is for stores on a disk; a shared store has prune --budget SIZE")
@@ -21,7 +22,8 @@ def run(task: Task) -> Outcome:
 
 
 def _stat(task: Task, shared: SharedPages) -> Outcome:
-    """Pages and bytes by namespace, and the identity if the store records it."""
+    """Return the number and bytes of pages of each namespace, and the identity of the namespace if the store records
+    it."""
     found: dict[str, list[SharedPage]] = {}
     for page in shared.pages():
         found.setdefault(page.namespace, []).append(page)
@@ -66,7 +68,9 @@ def _ls(task: Task, shared: SharedPages) -> Outcome:
         for page in listed
     ]
     lines = (
-        f"{page.namespace} {page.key.hex() if page.key else page.name} {page.num_bytes:>10} {_time(page.used_s)}"
+        printable(
+            f"{page.namespace} {page.key.hex() if page.key else page.name} {page.num_bytes:>10} {_time(page.used_s)}"
+        )
         for page in listed
     )
     stats = {"path": task.flags.path, "order": "newest" if newest else "oldest", "entries": entries}
@@ -74,7 +78,7 @@ def _ls(task: Task, shared: SharedPages) -> Outcome:
 
 
 def _verify(task: Task, shared: SharedPages) -> Outcome:
-    """Verify every page; with --repair delete the bad ones. The status is 1 if a bad page is left."""
+    """Verify every page, and delete damaged pages with --repair. The status is 1 if a damaged page is left."""
     pages = list(shared.pages())
     faults: list[tuple[SharedPage, str]] = []
     with task.progress.during("verifying") as step:
@@ -92,7 +96,7 @@ def _verify(task: Task, shared: SharedPages) -> Outcome:
         "faults": [{"name": page.name, "reason": reason} for page, reason in faults],
         "left": left,
     }
-    lines = [f"{page.name}: {reason}" for page, reason in faults]
+    lines = [printable(f"{page.name}: {reason}") for page, reason in faults]
     remedy = f"; {removed} deleted" if task.flags.repair else "; --repair deletes bad pages" if faults else ""
     lines.append(f"{len(pages)} pages, {sized(int(str(stats['bytes'])))}: {len(faults) or 'no'} faults{remedy}")
     return Outcome(stats, "\n".join(lines), status=int(left > 0))

@@ -1,4 +1,4 @@
-"""Protects the pages of a path from a mistyped budget: a start that would evict many of them asks, or waits."""
+"""Protects stored pages from a mistyped budget. If a start would evict many pages, the command first asks, or waits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def confirm_smaller_budget(
     ask: Callable[[str], str] | None = None,
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Return at once unless the budget is less than half of the last one and pages would be evicted. Then ask on a
-    terminal, or print a warning and wait a minute, in which the process can be ended. `ask`: reads a line; None: there
-    is no terminal. Raises ConfigError if the answer is not yes."""
+    """Confirm a budget that is less than half of the last budget and would evict pages; return immediately for any
+    other budget. With a terminal, ask the operator. Without a terminal, print a warning and wait a minute, so that the
+    operator can end the process. `ask`: prints a question and returns the answer; None without a terminal. Raises
+    ConfigError if the answer is not yes."""
     num_bytes = bytes_to_evict(path, budget_bytes)
     if not num_bytes:
         return
@@ -36,6 +37,6 @@ def confirm_smaller_budget(
 
 
 def asks_on_terminal() -> Callable[[str], str] | None:
-    """The function that asks a person; None without a terminal."""
+    """Return the function that asks a question on the terminal; None without a terminal."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     return input if is_terminal else None

@@ -1,1 +1,1 @@
-"""The tiers below memory from an engine's view: identity and byte order of pages, and the client of a store."""
+"""An engine's interface to the tiers below memory: identity and byte order of pages, and the client of a store."""

@@ -21,8 +21,9 @@ def identity_of(
 ) -> dict[str, str | int]:
     """Return the fields that decide whether an engine may use stored pages, in readable form for the store's record.
 
-    The salt is not included; it is part of each page key, so tenants may share a store but never a page. `layouts`: by
-    component. `packed`: formats of the components whose pages are packed. Raises IdentityError without a model_id.
+    The salt is not included, because it is part of each page key: tenants with different salts may share a store but
+    never a page. `layouts`: the layout of each component. `packed`: the format of each component whose pages are
+    packed. Raises IdentityError without a model_id.
     """
     if not config.model_id:
         raise IdentityError(
@@ -57,17 +58,17 @@ def namespace_digest(
 
 
 def page_filter(layout: PoolLayout, *, is_packed: bool = False) -> PageFilter:
-    """Return the filter for host pages. Packed pages are not compressed: zstd would need a second of CPU time per 0.8
-    GB."""
+    """Return the filter for host pages. Packed pages are not compressed, because zstd would need one second of CPU time
+    for 0.8 GB."""
     if is_packed:
         return PageFilter("uncompressed")
-    # If buffers differ in element width, the smallest width is used: a larger one would mix bytes of two buffers'
-    # numbers.
+    # If buffers differ in element width, the smallest width is used, because a larger width would join numbers of a
+    # narrower buffer.
     return PageFilter("byte_shuffle", min(spec.dtype.itemsize for spec in layout.buffers))
 
 
 def _packing(packed: Mapping[str, PackFormat]) -> str:
-    """Exponent bits and shares of escapes of each packed component, as text."""
+    """Return the exponent bits and the shares of escapes of each packed component, as text."""
     return ",".join(
         f"{name}={format.bits}/{'/'.join(f'{share:g}' for share in format.escapes)}"
         for name, format in sorted(packed.items())

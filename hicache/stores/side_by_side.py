@@ -1,13 +1,14 @@
-"""Look-ups and reads of a disk and of a remote store as of one store, for servers with one tier below memory.
+"""Combines a disk store and a remote store for look-ups and reads, for servers that support one tier below memory.
 
-    look-up    both stores are asked at once; the remote store has to answer by a deadline
-    read       from the disk if the disk has the page, else from the remote store; then the disk stores it too
+    look-up    both stores are asked concurrently; the remote store has to answer by a deadline
+    read       the disk is read if it has the page, else the remote store; the disk then stores the page too
 
-Each store has its own threads, breaker and measured rate. A page that is gone between look-up and read is a miss.
+Each store has its own threads, breaker and measured rate. A page that is removed between look-up and read is a miss.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,19 +24,19 @@ from hicache.tiers import DISK, REMOTE, Store
 
 T = TypeVar("T")
 _MAX_KNOWN_KEYS = 1 << 16
-_FAILED_S = 10.0  # how long the remote store is not asked for a page that it did not deliver
-# A quarter of computing, less the time until the caller polls.
+_FAILED_S = 10.0  # time for which the remote store is not asked again for a page after a failed read
+# The remote store may take a quarter of the time of computing, less the time until the caller polls.
 _ANSWER_SHARE, _MAX_ANSWER_S = 0.24, 1.0
 
 
 def answer_limit_s(compute_s: float) -> float:
-    """How long the remote store may take for the answer to a look-up of a prompt that takes `compute_s` to compute; any
-    time if computing is never worthwhile."""
+    """Return the seconds that the remote store may take to answer a look-up, for a prompt that takes `compute_s` to
+    compute. If `compute_s` is infinite, because computing is never worthwhile, the time is unlimited."""
     return min(_ANSWER_SHARE * compute_s, _MAX_ANSWER_S) if compute_s < math.inf else math.inf
 
 
 class Answer(NamedTuple):
-    """The answer to a look-up or a read. `store`: the store that answered; of a look-up, any."""
+    """The answer to a look-up or a read. `store`: the store that answered a read; without meaning for a look-up."""
 
     store: Store
     done: QuestionDone | Stalled
@@ -43,8 +44,8 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True)
 class _LookUp:
-    """A look-up in progress. `asked`: the keys that each store was asked for and has not answered. `until_s`: the
-    deadline of the remote store. `held`: the keys that each store has."""
+    """A look-up in progress. `asked`: for each store that has not answered yet, the keys in the question. `until_s`:
+    the deadline of the remote store. `held`: for each store that has answered, the keys whose pages it has."""
 
     keys: tuple[bytes, ...]
     until_s: float
@@ -52,20 +53,22 @@ class _LookUp:
     held: dict[Store, set[bytes]] = field(default_factory=dict)
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the look-up waits for no answer: there is none, the disk has all keys, or the deadline has passed."""
+        """Return whether the look-up is complete. A look-up is complete if all stores have answered. If only the remote
+        store has not answered, the look-up is complete if the disk has all keys or the deadline has passed."""
         return not self.asked or ([*self.asked] == [REMOTE] and (now_s >= self.until_s or not self.needs_remote))
 
     @property
     def needs_remote(self) -> bool:
-        """Whether the disk lacks keys."""
+        """Return whether the disk lacks a page of the look-up."""
         return len(self.held.get(DISK, ())) < len({*self.keys})
 
 
 class Stores:
-    """The disk, the remote store, or both, in this order, by their clients `tiers`; owned by one thread.
+    """The disk, the remote store, or both. `tiers`: the client of each store, the disk first. One thread owns this
+    object.
 
-    `tier`: the store to which pages are written. It is the disk if there is one, because the process of the disk copies
-    pages to the remote store.
+    `tier`: the client of the store to which pages are written. Pages are written to the disk if there is a disk,
+    because the process of the disk store copies pages to the remote store.
     """
 
     def __init__(self, tiers: Mapping[Store, StoreTier]) -> None:
@@ -74,16 +77,16 @@ class Stores:
         self.tier = tiers[self._first]
         self.clock = self.tier.clock
         self._look_ups: dict[int, _LookUp] = {}
-        # Keys that only the remote store has, by the last look-up; and keys that it did not deliver, with the time at
-        # which it is asked again.
+        # `_remote_keys`: keys that, by the last look-up, only the remote store has. `_failed`: keys whose read from the
+        # remote store failed, each with the time from which the remote store may be asked again.
         self._remote_keys = OrderedDict[bytes, None]()
         self._failed = OrderedDict[bytes, float]()
-        self._reading: dict[tuple[int, int], tuple[bytes, ...]] = {}  # the keys of reads of the remote store
+        self._reading: dict[tuple[int, int], tuple[bytes, ...]] = {}  # keys of running reads of the remote store
         self._num_late = 0
 
     @property
     def num_readers(self) -> int:
-        """Threads that read, of the store with the most."""
+        """The largest number of reading threads that one of the stores has."""
         return max(tier.num_readers for tier in self.tiers.values())
 
     def register(self, metrics: Metrics) -> None:
@@ -94,26 +97,32 @@ class Stores:
             register_reads(metrics, lambda: self._num_late)
 
     def share(self, descriptor: int, memory: PageBuffer) -> None:
-        """Share memory with the processes of the stores: see `StoreClient.share`."""
+        """Share memory with the processes of the stores. See `StoreClient.share`."""
         for tier in self.tiers.values():
             tier.share(descriptor, memory)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Report that a request used these pages, in the order of its prompt, from any tier."""
+        """Report that a request used these pages; any tier may have served them. `keys` are in the order of the
+        prompt."""
         for tier in self.tiers.values():
             tier.used(keys)
 
     def close(self) -> bool:
-        """Close the stores, the remote one first: see `StoreTier.close`."""
-        return all(tier.close() for tier in reversed([*self.tiers.values()]))
+        """Close the remote store, then the disk store, even if the remote store cannot be closed. See
+        `StoreTier.close`."""
+        closed = list[bool]()
+        with contextlib.ExitStack() as ending:  # closes in reverse order
+            for tier in self.tiers.values():
+                ending.callback(lambda tier: closed.append(tier.close()), tier)
+        return all(closed)
 
     def refuses(self) -> bool:
-        """Whether no store would answer a look-up now."""
+        """Return whether every store would refuse a look-up now."""
         return all(tier.reads.refuses() for tier in self.tiers.values())
 
     def find(self, job: FindJob, answer_s: float) -> bool:
-        """Ask which of `job.others` each store has. The remote store has `answer_s` seconds for its answer. Returns
-        False if no store can be asked. `poll` returns one FindDone."""
+        """Ask each store which pages of `job.others` it has. The remote store has `answer_s` seconds to answer. Returns
+        False if no store can be asked. Otherwise a later `poll` returns one FindDone for the job."""
         look_up = _LookUp(job.others, self.clock() + answer_s)
         for store, tier in self.tiers.items():
             keys = self._not_failed(job.others) if store is REMOTE else job.others
@@ -125,18 +134,19 @@ class Stores:
         return bool(look_up.asked)
 
     def store_of(self, key: bytes) -> Store:
-        """The store from which a page is read, by the last look-up."""
+        """Return the store from which a page is read, according to the last look-up of its key."""
         return REMOTE if key in self._remote_keys and REMOTE in self.tiers else self._first
 
     def end_of_part(self, keys: Sequence[bytes], start: int, max_keys: int) -> int:
-        """The end of the next keys from `start` on, at most `max_keys`, that one store reads in one job."""
+        """Return the index after the last key of the next read job. The job begins at `start`, has at most `max_keys`
+        keys, and reads from one store."""
         store, end = self.store_of(keys[start]), start + 1
         while end < min(len(keys), start + max_keys) and self.store_of(keys[end]) is store:
             end += 1
         return end
 
     def read(self, job: ReadJob) -> bool:
-        """Submit a read of keys of one part: see `ClientQueue.submit`."""
+        """Submit a read. All keys must belong to one part, as `end_of_part` returns it. See `ClientQueue.submit`."""
         store = self.store_of(job.keys[0])
         is_submitted = self.tiers[store].reads.submit(job)
         if is_submitted and store is REMOTE:
@@ -149,7 +159,8 @@ class Stores:
             tier.reads.notify_cancelled()
 
     def poll(self) -> list[Answer]:
-        """The answers since the last call. Never blocks. A stalled look-up is answered by the other store alone."""
+        """Return the answers that arrived since the last call. Never blocks. If a look-up stalls in one store, the
+        answer of the other store is used."""
         answers = list[Answer]()
         for store, tier in self.tiers.items():
             for done in tier.reads.poll():
@@ -161,7 +172,8 @@ class Stores:
         return answers + [Answer(self._first, done) for done in self._take_look_ups()]
 
     def wait(self, seconds: float) -> None:
-        """Wait until `poll` has something to do, at most `seconds`. Another thread may submit jobs meanwhile."""
+        """Wait at most `seconds` until `poll` can receive an answer, or a look-up reaches its deadline. Another thread
+        may submit jobs during this call."""
         now_s = self.clock()
         until_s = min((look_up.until_s for look_up in list(self._look_ups.values())), default=math.inf)
         seconds = max(0.0, min(seconds, until_s - now_s)) if until_s > now_s else seconds
@@ -178,7 +190,7 @@ class Stores:
             look_up.held[store] = {key for key, is_held in zip(keys, done.others, strict=True) if is_held}
 
     def _take_look_ups(self) -> Iterable[FindDone]:
-        """End the look-ups whose answers are complete, or late."""
+        """Remove the look-ups that need no further answer, and yield the result of each."""
         now_s = self.clock()
         ended = {ticket: look_up for ticket, look_up in self._look_ups.items() if look_up.is_over(now_s)}
         for ticket, look_up in ended.items():
@@ -194,7 +206,7 @@ class Stores:
             yield FindDone(ticket, 0, answered=bool(look_up.held), others=held)
 
     def _not_failed(self, keys: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """The keys that the remote store may be asked for."""
+        """Return the keys that the remote store may be asked for: all except keys whose last read failed recently."""
         now_s = self.clock()
         while self._failed and next(iter(self._failed.values())) <= now_s:
             self._failed.popitem(last=False)
@@ -211,12 +223,12 @@ class Stores:
 
 def register_reads(metrics: Metrics, num_late: Callable[[], float]) -> None:
     """Register the metrics of look-ups in `Stores`."""
-    help = "look-ups that did not wait for the answer of the remote store, because it came too late"
+    help = "look-ups that ended without the answer of the remote store, because the answer came too late"
     metrics.read_from({"remote.find_failures": ("counter", help)}, lambda: {"remote.find_failures": num_late()})
 
 
 def _remember(known: OrderedDict[bytes, T], key: bytes, value: T) -> None:
-    """Add a key as the newest one, and forget the oldest beyond the limit."""
+    """Add a key as the newest key. If there are more than `_MAX_KNOWN_KEYS`, remove the oldest key."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > _MAX_KNOWN_KEYS:

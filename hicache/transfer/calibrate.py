@@ -2,8 +2,8 @@
 used.
 
 Copies of two widths give two equations for two unknowns: the costs of a byte and of a piece. Each copy is queued behind
-other work, so that the device time does not include the host's time to issue it, which is measured separately. The
-copies write to host pages, which are all free at that time.
+other work, so that the device time does not include the host's time to issue the copy. That time is measured
+separately. The copies write to host pages, which are all free at that time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _BYTES = 32 << 20
 _MIN_BYTES = 8 << 20  # minimum size of a copy: a smaller copy would only show its latency
-_WIDER = 8  # width of the wide pieces, relative to the narrow ones
+_WIDER = 8  # width of the wide pieces, relative to the narrow pieces
 _SAMPLES = 7
 
 
@@ -37,10 +37,10 @@ def measured_rates(
     """Measure the rates between host pages `[pages, page_bytes]` and `buffer`, unused device memory.
 
     `layer_bytes`: bytes of the widest layer of a page. `zero_copy` copies between host pages and the buffers of `mover`
-    without staging (None: not possible). Returns the assumed rates if there are too few pages to measure, or if a
-    measurement fails, which is logged.
+    without staging; None if that is not possible. If there are too few pages to measure, or if a measurement fails,
+    returns the assumed rates. A failure is logged.
     """
-    # narrower pieces are avoided when copies are planned, and their costs differ
+    # plans avoid narrower pieces, and narrower pieces have other costs
     layers = -(-MIN_PIECE_BYTES // layer_bytes)
     widths = [min(times * layers * layer_bytes, host.shape[1]) for times in (1, _WIDER)]
     counts = [min(len(host) - 1, _BYTES // width, buffer.numel() // width) for width in widths]
@@ -84,8 +84,8 @@ class _Link:
         return LinkDirection(strided, batched, CopyCost(self._pieces[1][1] * self._page_bytes / zero_copy_s))
 
     def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
-        """Return the time copies in turns. Returns for each copy the minimum time on the device and the minimum time of
-        issuing it on the host, in seconds. The minimum is used because other work on the machine can only add time."""
+        """Time `copies` in turns. Returns for each copy the minimum time on the device and the minimum time of issuing
+        the copy on the host, in seconds. The minimum is used because other work on the machine can only add time."""
         found: list[list[tuple[float, float]]] = [[] for _ in copies]
         with torch.cuda.stream(self._stream):
             for sample in range(_SAMPLES + 1):

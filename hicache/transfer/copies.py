@@ -1,8 +1,8 @@
 """Calls of the copy engine on plain addresses: a strided copy, a batch of copies, and loads into consecutive slots.
 
-A batched copy calls the driver directly with numpy arrays, because the Python binding takes lists and converts them
-page by page. If the slots of a run of pages are consecutive, the copy engine writes to them without staging and
-scattering:
+A batched copy calls the driver directly with numpy arrays, because the Python binding takes lists and converts their
+elements one by one. If the slots of a run of pages are consecutive, the copy engine writes to these slots without
+staging and scattering:
 
     run        k host pages with consecutive ids, k * page_tokens consecutive slots
     one call   a buffer of one layer of a run: k rows of the host, a page apart, to k * rows adjacent rows of the pool
@@ -55,7 +55,7 @@ def need_bindings() -> None:
 def copy_strided(
     dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, up: bool, stream: int
 ) -> None:
-    """Queue a 2-D copy of `rows` rows of `width` bytes. Raises TransferError if CUDA refuses it."""
+    """Queue a 2-D copy of `rows` rows of `width` bytes. Raises TransferError if CUDA refuses the copy."""
     kind = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice if up else cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
     _raise_on(int(cudart.cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream)[0]))
 
@@ -69,8 +69,8 @@ def copy_batched(dst: Addresses, src: Addresses, width: int, any_order: bool, st
     """Queue a copy of `width` bytes from each address of `src` to the address in `dst` at the same index. Raises
     TransferError if the driver refuses the copy.
 
-    With `any_order`, sources may be read in any order, and before work that was queued earlier. This is only for
-    sources that no queued work writes.
+    With `any_order`, the copy engine may read sources in any order, even before work that was queued earlier. Set
+    `any_order` only if no queued work writes the sources.
     """
     call = batch_call()
     assert call is not None
@@ -115,7 +115,7 @@ class SlotRuns:
 
 
 class UnstagedCopier:
-    """Copies runs of host pages `[pages, page_bytes]` to the buffers of a mover's pool. A copier stores no state of
+    """Copies runs of host pages `[pages, page_bytes]` to the buffers of a mover's pool. A copier keeps no state between
     copies."""
 
     def __init__(self, mover: PageMover, host: torch.Tensor, rows_per_chunk: int, device_page_tokens: int) -> None:
@@ -127,8 +127,8 @@ class UnstagedCopier:
         self._pitch = host.stride(0)
         self._table = mover.table
         segments = [segment for layer in self._table.segments for segment in layer]
-        # `num_buffers`: copy calls that transfer one run of pages, one call per buffer of each layer. `piece_bytes`:
-        # bytes of one page in the smallest of these buffers.
+        # `num_buffers`: number of copy calls that transfer one run of pages, one call per buffer of each layer.
+        # `piece_bytes`: bytes of one page in the smallest of these buffers.
         self.num_buffers = len(segments)
         self.piece_bytes = min(s.page_bytes for s in segments)
         self._span = max(s.span for s in segments)

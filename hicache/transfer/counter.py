@@ -1,9 +1,9 @@
 """Tracks which layers of a load have arrived, so that a forward pass can start before its complete prefix is loaded.
 
-A load records an event after each layer. The pool's getters call `wait_until(layer)`, which makes the consumer wait for
-that layer of the loads that its batch depends on: on CUDA the current stream (never the host), on the CPU the calling
-thread. A load must be submitted before the forward that consumes it, because an event that was never recorded counts as
-done. If a load is queued in steps, `wait_until` first queues the layer (`queue_on_demand`).
+A load records an event after each layer. The pool's getters call `wait_until(layer)`, which waits for this layer of all
+loads on which the batch depends. On CUDA the current stream waits, never the host; on the CPU the calling thread waits.
+A load must be submitted before the forward pass that consumes the load, because an event that was never recorded counts
+as done. If a load is queued in steps, `wait_until` first queues the steps up to the layer (`queue_on_demand`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from hicache.errors import TransferError
 
 NUM_PRODUCERS = 3
-# one load of every 4 is timed, because timing needs another event for each layer that a pass waits for
+# one load of every 4 is timed, because timing needs one more event for each layer for which a pass waits
 _TIMED_LOADS = 4
 
 
 class CudaLayerEvents:
-    """The events of one load at a time, its producer: one CUDA event per layer. Later loads use them again.
+    """A producer: the events of one load at a time, one CUDA event per layer. Later loads use the events again.
 
     `_reached`: for a timed load, by layer, an event recorded when the consuming stream started to wait for the layer.
     """
@@ -44,13 +44,13 @@ class CudaLayerEvents:
         self._num_loads += 1
 
     def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Record that a layer (dense index) has arrived, on `stream` (None: the current stream), after the work queued
-        there."""
+        """Record that a layer (dense index) has arrived when the work queued on `stream` (None: the current stream) has
+        ended."""
         self._events[layer].record(stream)
         self._submitted = layer == len(self._events) - 1
 
     def fail(self, error: Exception) -> None:
-        """End the load with `error`; `wait` then raises TransferError from it."""
+        """End the load with `error`; `wait` then raises a TransferError with `error` as its cause."""
         self._error = error
         self._submitted = True
 
@@ -71,7 +71,7 @@ class CudaLayerEvents:
         was not timed."""
         if not self._is_timed:
             return None
-        # The load has finished. For layers that the stream has not reached yet, the stream will not wait.
+        # The load has finished, so the stream does not wait for layers that it has not reached yet.
         reached = {layer: event for layer, event in self._reached.copy().items() if event.query()}
         waits_ms = [float(event.elapsed_time(self._events[layer])) for layer, event in reached.items()]
         return sum(max(0.0, wait_ms) for wait_ms in waits_ms) / 1e3
@@ -124,7 +124,7 @@ class CpuLayerEvents:
 
 
 class LayerSink(Protocol):
-    """Receives the reports of a transfer backend on its loads; `LayerTransferCounter` documents the methods."""
+    """Receives the reports of a transfer backend about its loads; `LayerTransferCounter` documents the methods."""
 
     def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None: ...
 
@@ -143,9 +143,9 @@ def _failed_load(error: Exception) -> TransferError:
 class LayerTransferCounter:
     """Tracks the loads in flight in a ring of producers, and the loads that the current batch consumes.
 
-    Load ids count up from 0 and are never reused, so an id whose producer carries a later load counts as finished. The
-    scheduler thread calls `begin` and `set_consumer`, the copying side calls `record` and `fail`, and the forward pass
-    calls `wait_until`.
+    Load ids count up from 0 and are never reused, so a load whose producer has a later load by now counts as finished.
+    The scheduler thread calls `begin` and `set_consumer`, the copying side calls `record` and `fail`, and the forward
+    pass calls `wait_until`.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class LayerTransferCounter:
         self._owner = [-1] * producers
         self._next = 0
         self._consumed: tuple[tuple[int, LayerEvents], ...] = ()
-        self._queues: dict[int, Callable[[int], None]] = {}  # those of loads whose last layer is not queued yet
-        # Errors of failed loads until `forget`, kept even if their producers have other loads by then.
+        self._queues: dict[int, Callable[[int], None]] = {}  # by load id, for loads whose last layer is not queued yet
+        # Errors of failed loads until `forget`, kept even if the producers of these loads have other loads by then.
         self._failures: dict[int, Exception] = {}
         self._failed: Exception | None = None
 
@@ -166,7 +166,8 @@ class LayerTransferCounter:
         return self._ring[self._next % len(self._ring)].finished()
 
     def begin(self) -> int:
-        """Assign a producer to a new load and return the load id. Call it only after `can_begin` returned True."""
+        """Assign a producer to a new load and return the load id. Call this method only after `can_begin` returned
+        True."""
         slot = self._next % len(self._ring)
         assert self._ring[slot].finished(), "began a load without a free producer"
         self._owner[slot] = self._next
@@ -175,8 +176,8 @@ class LayerTransferCounter:
         return self._owner[slot]
 
     def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None:
-        """Make `wait_until` call `queue(layer)` until the load's last layer is recorded or it fails. `queue(layer)`
-        records at least the layers up to `layer`, or fails the load."""
+        """Make `wait_until` call `queue(layer)` until the load's last layer is recorded or the load fails.
+        `queue(layer)` records at least the layers up to `layer`, or fails the load."""
         self._queues[load_id] = queue
 
     def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
@@ -186,7 +187,7 @@ class LayerTransferCounter:
             self._queues.pop(load_id, None)
 
     def fail(self, load_id: int, error: Exception) -> None:
-        """End a load with an error: `wait_until` raises for its consumers until `forget`."""
+        """End a load with an error. Until `forget`, `wait_until` raises for the consumers of the load."""
         self._failures[load_id] = error
         self._queues.pop(load_id, None)
         self._events(load_id).fail(error)
@@ -202,7 +203,7 @@ class LayerTransferCounter:
         self._failures.pop(load_id, None)
 
     def set_consumer(self, load_ids: int | Iterable[int]) -> None:
-        """Set the loads that the next forward pass depends on; with none or -1, it waits for no load."""
+        """Set the loads on which the next forward pass depends. Without ids, or with -1, the pass waits for no load."""
         ids = (load_ids,) if isinstance(load_ids, int) else tuple(load_ids)
         consumed, self._failed = list[tuple[int, LayerEvents]](), None
         for load_id in ids:
@@ -234,8 +235,8 @@ class LayerTransferCounter:
             events.wait(layer)
 
     def wait_all(self) -> None:
-        """Make the consumer wait for the last layer of its loads, and therefore for all layers. This is for forward
-        passes that call no getter."""
+        """Make the consumer wait for the last layer of its loads, and therefore for all layers. Forward passes that
+        call no getter need this method."""
         self.wait_until(self.num_layers - 1)
 
     def _events(self, load_id: int) -> LayerEvents:

@@ -1,7 +1,7 @@
 """The CPU backend, which implements the contract of the CUDA backend with two threads instead of streams.
 
-One thread loads, one stores. The device tier is ordinary memory, so bytes that a forward wrote before it returned need
-no fence. The threads have the latency and overlap of streams.
+One thread loads, and one thread stores. The device tier is ordinary memory, so bytes that a forward pass has written
+need no fence. The two threads overlap with each other and with the forward pass, as streams do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GROUP_BYTES = 1 << 20  # bytes of one page that are gathered at a time
 
 
 class _Abandoned(TransferError):
-    """Raised for a copy whose engine is closed; it is logged without a warning."""
+    """Raised for a copy whose engine was abandoned. This error is not logged as a warning."""
 
 
 class CpuOp:
@@ -95,7 +95,7 @@ class Worker:
 
 class CpuTransfer:
     """A `TransferBackend` on the CPU. `host` is uint8 [pages, page_bytes]; `mover` copies from and to the device
-    buffers; `packer`, if given, packs their pages."""
+    buffers; `packer`, if given, packs the pages of these buffers."""
 
     def __init__(
         self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
@@ -104,7 +104,7 @@ class CpuTransfer:
         self.mover = self._page_copies.mover
         self.movers = self._page_copies.movers
         self._counter = counter
-        # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
+        # numpy copies complete rows at the speed of memcpy; torch's index operations copy element by element.
         self._host = host.numpy()
         self._groups = intervals(mover.num_layers, max(1, _GROUP_BYTES // self.mover.ends[1]))
         self.up = Worker("hicache-load")
@@ -177,4 +177,4 @@ class CpuTransfer:
 
     def _require_engine(self) -> None:
         if self._abandoned.is_set():
-            raise _Abandoned("the engine of this copy is gone")
+            raise _Abandoned("the engine of this copy was abandoned")

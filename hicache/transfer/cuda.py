@@ -2,12 +2,12 @@
 
     ring of buffers   copy waits for `free` -> copies -> records `filled` -> kernel waits -> scatters -> records `free`
 
-Loads ("up") are queued layer by layer, with an event after each layer: some layers when a load is submitted, the others
-before a forward waits for them, or when a caller asks for the state of a copy (`LoadQueue`). Stores ("down") run in
-reverse, at lower stream priority. Their steps are queued when a caller asks for the state of a store and no load waits
-for its first layer, so that loads and forwards do not wait for a long store. No call here waits for the device,
-allocates staging memory or loops over pages in Python. Measurements and the reasons for each choice:
-docs/performance.md.
+Loads ("up") are queued layer by layer, with an event after each layer. Some layers are queued when a load is submitted;
+the other layers are queued before a forward pass waits for them, or when a caller asks for the state of a copy
+(`LoadQueue`). Stores ("down") use the ring in reverse, at lower stream priority. The steps of a store are queued when a
+caller asks for its state and no load waits for its first layer. So loads and forward passes do not wait for a long
+store. No call here waits for the device, allocates staging memory or loops over pages in Python. Measurements and the
+reasons for each choice: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hicache.transfer.streams import Buffer, Chunk, CudaOp, QueuedCopy, StreamPa
 log = logging.getLogger(__name__)
 
 _MAX_LAST_BYTES = 32 << 20  # maximum size of the last chunk of a load, because its scatter of 20 us overlaps no copy
-_STEPS_AT_ONCE = 2  # steps queued when a store is submitted; they hardly delay a load that is submitted right after it
+_STEPS_AT_ONCE = 2  # steps queued when a store is submitted, few enough to hardly delay a load that follows at once
 _SUBMIT_S = 1.5e-3  # host time for steps of loads in one call: less than the first layer of a long load takes
-_AHEAD = 4  # layers queued ahead of the layer that a forward waits for
+_AHEAD = 4  # number of layers queued ahead of the layer for which a forward pass waits
 _ENDED = object()
 
 
@@ -85,7 +85,8 @@ class CudaTransfer:
             is_packed=packer is not None,
         )
         with torch.cuda.device(self._device):
-            # Stores have wide groups and short chunks. Loads need fewest calls with one layer of many pages at a time.
+            # Loads get more memory than stores: stores have wide groups and short chunks, and loads need the fewest
+            # calls if one layer of many pages is copied at a time.
             self.up = StreamPair(staging_bytes * 3 // 4, self._device, -1, widest_raw, self._mover)
             self.down = StreamPair(staging_bytes // 4, self._device, 0, widest_raw, self._mover)
         buffer = self.up.ring[0].bytes
@@ -111,8 +112,8 @@ class CudaTransfer:
             stream.synchronize()
 
     def abandon(self, deadline_s: float) -> None:
-        """Drop all steps that are not queued. Streams cannot be stopped, and the caller is about to release the memory
-        that they use. Therefore this method waits for the streams until `deadline_s`."""
+        """Drop all steps that are not queued. Streams cannot be stopped, and the caller will release the memory that
+        the streams use. Therefore this method waits for the streams until `deadline_s`."""
         for load_id in self._loads.clear():
             self._counter.fail(load_id, TransferError("the engine of this load is gone"))
         self._stores.clear()
@@ -154,7 +155,8 @@ class CudaTransfer:
         return [stream for pair in (self.up, self.down) for stream in (pair.copy, pair.kernel)]
 
     def _queue_load(self, load_id: int, layer: int = sys.maxsize - _AHEAD) -> None:
-        """Queue all earlier loads, and this load up to `_AHEAD` layers after `layer`, which a forward waits for."""
+        """Queue all earlier loads, and this load up to `_AHEAD` layers after `layer`, for which a forward pass
+        waits."""
         self._loads.queue_layers(load_id, layer + _AHEAD)
 
     def _issue_load(self, load_id: int, force: bool) -> None:
@@ -183,8 +185,8 @@ class CudaTransfer:
     def _load_steps(
         self, op: CudaOp, copies: Sequence[PageCopy], load_id: int, behind: torch.cuda.Event
     ) -> Iterator[int]:
-        """Queue a group of layers each time the iterator is resumed. `behind` is the end of work that may still use the
-        slots."""
+        """Queue a group of layers each time the iterator is resumed. `behind`: an event at the end of the work that may
+        still use the slots."""
         pair = self.up
         pair.kernel.wait_event(behind)
         try:
@@ -195,7 +197,7 @@ class CudaTransfer:
                 pair.copy.wait_event(behind)
             op.began(pair.kernel if plan.method == "zero_copy" else pair.copy)
             yield from self._staged_steps(loads, load_id) if plan.is_staged else self._direct_steps(loads[0], load_id)
-        except Exception as error:  # noqa: BLE001 - kept in `op.error` and raised to the consumers of the load.
+        except Exception as error:  # noqa: BLE001 - kept in `op.error`; the consumers of the load raise it
             log.warning("a load could not be queued: %s", error)
             op.error = error
             self._counter.fail(load_id, error)
@@ -204,7 +206,7 @@ class CudaTransfer:
         op.ended(pair.kernel)
 
     def _record(self, load_id: int, first: int, end: int, stream: torch.cuda.Stream) -> None:
-        """Record that layers [first, end) have arrived, on the stream that wrote them to the pool."""
+        """Record that layers [first, end) have arrived, on the stream that wrote these layers to the pool."""
         for layer in range(first, end):
             self._counter.record(load_id, layer, stream)
         if not first:
@@ -224,15 +226,16 @@ class CudaTransfer:
         return choose(self._rates.up if up else self._rates.down, shape, buffer_bytes, up=up)
 
     def _issue(self, force: bool, max_steps: float = math.inf) -> None:
-        """Queue steps of stores if no load waits for its first layer; with `force`, queue them in any case."""
+        """Queue steps of stores if no load waits for its first layer. With `force`, queue steps of stores in any
+        case."""
         while self._stores and max_steps > 0 and (force or self._first_layer.query()):
             if next(self._stores[0], _ENDED) is _ENDED:
                 self._stores.popleft()
             max_steps -= 1
 
     def _store_steps(self, op: CudaOp, copy: PageCopy, ready: torch.cuda.Event) -> Iterator[None]:
-        """Queue one step of a store each time the iterator is resumed. `ready` is the end of the work that wrote the
-        slots."""
+        """Queue one step of a store each time the iterator is resumed. `ready`: an event at the end of the work that
+        wrote the slots."""
         pair = self.down
         pair.kernel.wait_event(ready)
         op.began(pair.kernel)
@@ -263,7 +266,7 @@ class CudaTransfer:
             op.bring_misfits(store.misfits, pair.copy)
 
     def _direct_steps(self, load: QueuedCopy, load_id: int) -> Iterator[int]:
-        """Queue a group of layers each time the iterator is resumed; the layers are written to their slots without
+        """Queue a group of layers each time the iterator is resumed. The layers are written to the slots without
         staging."""
         pair, plan = self.up, load.plan
         for first, end in plan.groups:
@@ -344,7 +347,8 @@ class CudaTransfer:
 
     def _chunks(self, copy: QueuedCopy, pair: StreamPair, first: int, end: int) -> list[tuple[int, int]]:
         """Divide a copy into chunks of pages that fit a staging buffer. Chunks of stores have at most the configured
-        tokens. For loads, the last chunks of the last layers get smaller, because their scatter overlaps no copy."""
+        tokens. For loads, the last chunks of the last layers get smaller, because the scatter of these chunks overlaps
+        no copy."""
         num_pages, ends = copy.pages.num_pages, copy.pages.mover.ends
         if copy.plan.method == "zero_copy":
             return [(0, num_pages)]
@@ -356,8 +360,8 @@ class CudaTransfer:
         return chunks if ends[end] < ends[-1] else tapered(chunks, _MAX_LAST_BYTES // width)
 
     def _copy(self, pair: StreamPair, buffer: Buffer, chunk: Chunk) -> None:
-        """Queue the copy of a chunk from (up) or to (down) the host pages of its pages; a layer may be divided between
-        two host pages."""
+        """Queue the copy of a chunk between the staging buffer and host pages: from the host for `up`, to the host for
+        `down`. A layer of a raw page may be divided between two host pages."""
         copy, first, end, start, stop, _ = chunk
         up, pitch, stream, ends = pair is self.up, self._host.stride(0), pair.copy.cuda_stream, copy.pages.mover.ends
         width = ends[end] - ends[first]

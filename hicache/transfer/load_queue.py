@@ -1,10 +1,10 @@
-"""Loads that are queued on the device in steps, so that `load` returns before all of their layers are queued.
+"""Loads that are queued on the device in steps, so that `load` returns before all layers of the load are queued.
 
-Queueing a copy of scattered pages takes the host about half a microsecond per page and layer: 10 ms for 512 pages of 32
-layers, during which it launches no forward. Therefore `load` queues steps for only a millisecond or two. The other
-layers are queued while the forward is launched, each before a stream waits for it, and whenever a caller asks for the
-state of a copy. For each layer the link needs several times as long as the host, so it stays busy. Decision 029 has the
-figures.
+To queue a copy of scattered pages, the host needs about half a microsecond per page and layer: 10 ms for 512 pages of
+32 layers. Meanwhile the host launches no forward pass. Therefore `load` queues steps for only a millisecond or two. The
+other layers are queued while the forward pass is launched, each layer before a stream waits for it, and when a caller
+asks for the state of a copy. The link needs several times as long for a layer as the host, so the link stays busy.
+Decision 029 has the figures.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class _Load:
-    """One load. The iterator `steps` queues some layers each time it is resumed, yields how many layers are queued, and
-    ends when all layers are queued."""
+    """One load. Each time the iterator `steps` is resumed, it queues some layers and yields the number of layers queued
+    so far. The iterator ends when all layers are queued."""
 
     load_id: int
     steps: Iterator[int]
@@ -28,11 +28,11 @@ class _Load:
 
 class LoadQueue:
     """Loads with layers that are not queued yet, in submission order: a load starts after all layers of the previous
-    one are queued.
+    load are queued.
 
-    Used by the scheduler thread and the thread that launches forwards. Without loads no call takes the lock. The lock
-    is reentrant, because the garbage collector may call this object within a step. Steps do not raise: they fail their
-    load.
+    Used by the scheduler thread and the thread that launches forwards. If there are no loads, no call takes the lock.
+    The lock is reentrant, because the garbage collector may call this object within a step. A step does not raise an
+    error; the step marks its load as failed instead.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,8 @@ class LoadQueue:
                     break
 
     def queue_layers(self, load_id: int, num_layers: int) -> None:
-        """Queue all earlier loads, and at least `num_layers` layers of this load, or all if it has fewer."""
+        """Queue all earlier loads, and at least `num_layers` layers of the load `load_id`, or all its layers if it has
+        fewer."""
         if not self._loads:
             return
         with self._lock:

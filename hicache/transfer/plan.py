@@ -5,12 +5,12 @@ Four methods copy between host pages and the device:
     unstaged   up, for consecutive slots: a 2-D copy by the copy engine to the slots, per run and buffer of a layer;
     strided    a 2-D copy by the copy engine into a staging buffer, per run of contiguous pages;
     batched    one call of the copy engine for a list of scattered pages, into a staging buffer;
-    zero_copy  a kernel with few blocks that reads or writes pinned memory itself, without staging or a call per page.
+    zero_copy  a kernel with few blocks that reads or writes pinned memory directly, without staging or a call per page.
 
 The costs of these methods per byte and per piece (the part of one page that is copied at once) are measured by
 `hicache.transfer.calibrate`, or assumed (`ASSUMED`). Layers that are too narrow are copied in groups. For copies to the
-device, the first groups are small, because a forward pass starts when its first layer has arrived. A copy waits for
-this arithmetic, so plans are cached, and lists of pages are processed in few numpy operations.
+device, the first groups are small, because a forward pass starts when its first layer has arrived. A copy waits until
+its plan is computed, so plans are cached, and lists of pages are processed in few numpy operations.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Method = Literal["unstaged", "strided", "batched", "zero_copy"]
 
-# The maximum cost of pieces, as a share of the time of their bytes: on the device for each direction, and on the host.
+# The maximum cost of the pieces of a copy, as a share of the time of the bytes: on the device for each direction, and
+# on the host.
 MAX_UP_SHARE = 0.015
-MAX_DOWN_SHARE = 0.005  # lower than for loads, because no forward pass waits for the first layer of a store
+MAX_DOWN_SHARE = 0.005  # lower than MAX_UP_SHARE, because no forward pass waits for the first layer of a store
 MAX_ISSUE_SHARE = 0.03  # share of host time, for pieces and steps of a store
 # share of host time for a load: loads are queued in steps, so a forward pass waits more for the link than for the host
 MAX_UP_ISSUE_SHARE = 0.25
@@ -38,7 +39,7 @@ LAUNCH_S = 30e-6
 CALL_S = 5e-6  # host time for one strided copy
 # rate of a kernel between staging and slots, which takes memory bandwidth from the forward pass
 STAGING_BYTES_PER_S = 1.9e12
-ZERO_COPY_SHARE = 0.05  # share of the kernel's time that a concurrent forward pass loses: 8 blocks slow matmuls by 9 %
+ZERO_COPY_SHARE = 0.05  # share of the kernel's time that a concurrent forward pass loses; 8 blocks slow matmuls by 9 %
 MIN_CHUNK_PAGES = 8
 MIN_PIECE_BYTES = 128 << 10  # narrower rows lose a third of the bandwidth while the other direction is busy
 # narrower rows lose half a percent of the bandwidth, which is accepted only for the first group
@@ -48,8 +49,8 @@ MAX_UP_GROUP_BYTES = 1 << 20  # maximum bytes of a page in a group, because a fo
 
 @dataclass(frozen=True)
 class CopyCost:
-    """The time of a copy in seconds: bytes / `bytes_per_s` + pieces * `piece_s`. Issuing it takes pieces * `issue_s` of
-    host time."""
+    """The time of a copy in seconds: bytes / `bytes_per_s` + pieces * `piece_s`. To issue the copy, the host needs
+    pieces * `issue_s`."""
 
     bytes_per_s: float
     piece_s: float = 0.0
@@ -58,8 +59,8 @@ class CopyCost:
 
 @dataclass(frozen=True, eq=False)
 class LinkDirection:
-    """The costs in one direction. Instances are compared by identity, because they are part of the key of cached
-    plans."""
+    """The costs of copies in one direction. Instances are compared by identity, because they are part of the key of
+    cached plans."""
 
     strided: CopyCost
     batched: CopyCost
@@ -74,7 +75,7 @@ class Rates:
     down: LinkDirection
 
     def stats(self) -> dict[str, float]:
-        """Costs by direction, method and unit, such as `up_strided_bytes_per_second`."""
+        """Return the costs by direction, method and unit, under names like `up_strided_bytes_per_second`."""
         found: dict[str, float] = {}
         for name, direction in (("up", self.up), ("down", self.down)):
             for method, cost in vars(direction).items():
@@ -100,8 +101,8 @@ class Plan:
 
     @property
     def is_staged(self) -> bool:
-        """Return whether the copy uses a staging buffer, from which or to which a kernel moves the rows of the
-        slots."""
+        """Return whether the copy uses a staging buffer. A kernel then moves the rows between the staging buffer and
+        the slots."""
         return self.method in ("strided", "batched")
 
 
@@ -131,8 +132,8 @@ class Shape:
 
 @lru_cache(maxsize=1024)
 def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: bool) -> Plan:
-    """Choose the cheapest plan. `buffer_bytes` is the size of a staging buffer. `up` means that a forward pass waits
-    for the layers in order."""
+    """Choose the cheapest plan. `buffer_bytes`: size of a staging buffer. `up`: the copy is a load, so a forward pass
+    waits for the layers in order."""
     strided_s = shape.num_runs * CALL_S + shape.num_pages * direction.strided.piece_s
     batched_s = shape.num_pages * max(direction.batched.issue_s, direction.batched.piece_s)
     method: Method = "strided" if strided_s <= batched_s else "batched"
@@ -187,8 +188,8 @@ def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int, iss
 
 
 def growing(first: int, group: int, num_layers: int, *, shrink: bool) -> list[int]:
-    """Return group sizes that double from `first` layers to `group`; with `shrink`, they are halved again towards the
-    end."""
+    """Return group sizes that double from `first` layers to `group` layers. With `shrink`, the sizes are halved again
+    towards the end."""
     prefix, size, left, ends = [], first, num_layers, 2 if shrink else 1
     while size < group and left >= ends * size:
         prefix.append(size)
@@ -199,7 +200,7 @@ def growing(first: int, group: int, num_layers: int, *, shrink: bool) -> list[in
 
 
 def next_power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`; 0 for 0."""
+    """Return the smallest power of two that is at least `count`; 0 if `count` is 0."""
     return 1 << (count - 1).bit_length() if count else 0
 
 
@@ -209,7 +210,8 @@ def intervals(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def tapered(chunks: list[tuple[int, int]], max_last: int) -> list[tuple[int, int]]:
-    """Halve the last interval repeatedly, until the last part has at most `max_last` pages (but at least 1)."""
+    """Divide the last interval in halves, again and again, until the last part has at most `max_last` pages, or one
+    page."""
     if not chunks:
         return []
     *found, (start, stop) = chunks
@@ -288,8 +290,8 @@ def _unstaged_s(cost: CopyCost, shape: Shape) -> float:
 
 
 def _staged_s(cost: CopyCost, shape: Shape, groups: tuple[tuple[int, int], ...], buffer_bytes: int) -> float:
-    """Return the seconds until the last byte has arrived. This is the maximum of link and host time, plus the first
-    step, which overlaps no copy, plus the time that a forward pass loses to the staging kernel."""
+    """Return the seconds until the last byte has arrived. The result is the maximum of link and host time, plus the
+    first step, which overlaps no copy, plus the time that a forward pass loses to the staging kernel."""
     link_s = host_s = 0.0
     for first, end in groups:
         width = (end - first) * shape.layer_bytes

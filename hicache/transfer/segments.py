@@ -1,12 +1,13 @@
 """The host locations of the pages of a copy, and the mover between staging and slots.
 
-In a pool with packed pages, a page that fits is one host page (one segment). A page that does not fit is raw, in two
-segments:
+In a pool with packed pages, a page that fits is one host page (one segment). A page that does not fit packed is raw, in
+two segments:
 
     first segment    bytes [0, pool_page_bytes) of the raw page
     second segment   the other bytes
 
-Raw pages are copied by layers, like packed ones, so a forward waits only for its own layer.
+Raw pages are copied layer by layer, like packed pages, so a layer of the forward pass waits only for its own part of
+the pages.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class PageCopy(NamedTuple):
 
 
 class PageCopies:
-    """Creates the copies of one pool. `packer` packs its pages; if it is None, all pages are unpacked and have one host
-    page each."""
+    """Creates the copies of one pool. `packer` packs the pages of the pool. If `packer` is None, all pages are unpacked
+    and have one host page each."""
 
     def __init__(self, mover: PageMover, packer: PagePacker | None) -> None:
         """Raises ConfigError if two host pages are too small for an unpacked page."""
@@ -75,7 +76,7 @@ class PageCopies:
         return [*copies, self.to_store(by_page[raw.to(slots.device)].flatten(), pages[raw], rest[raw])]
 
     def to_store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None) -> PageCopy:
-        """The copy of pages that are all packed, or, with `rest`, all raw."""
+        """Return the copy of `pages`, which are all packed; with `rest`, all pages are raw."""
         mover, pool_page_bytes = self.mover if rest is None else self._raw, self.mover.ends[-1]
         page_bytes = mover.ends[-1]
         segments: tuple[PageSegment, ...] = (PageSegment(pages.numpy(), 0, pool_page_bytes),)

@@ -21,8 +21,8 @@ _RING = 3
 @dataclass
 class QueuedCopy:
     """A copy that is being queued on the streams. Kernels need `slots` on the device. Depending on `plan.method`, the
-    copy uses `runs` (one for each host page of a page), `slot_runs`, or neither. `misfits`, for a store of packed
-    pages, is int32 `[pages]` on the device."""
+    copy uses `runs` (one entry for each segment of a page), `slot_runs`, or neither of them. `misfits`, for a store of
+    packed pages, is int32 `[pages]` on the device."""
 
     plan: Plan
     pages: PageCopy
@@ -56,11 +56,11 @@ class Chunk(NamedTuple):
 
 
 class CudaOp:
-    """A copy on the streams, which is done when its last event has been reached. It keeps `slots` alive, because
-    streams may still read them.
+    """A copy on the streams, which is done when its last event has been reached. The object keeps the tensors `slots`
+    alive, because streams may still read them.
 
-    `issue(force)` queues steps of copies, with `force` all steps of this one. The methods that return the state of the
-    copy call `issue`.
+    `issue(force)` queues some steps of copies; with `force`, it queues all steps of this copy. The methods that return
+    the state of the copy call `issue`.
     """
 
     def __init__(self, num_bytes: int, slots: Sequence[torch.Tensor], issue: Callable[[bool], None]) -> None:
@@ -71,7 +71,7 @@ class CudaOp:
         self._issue = issue
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end: torch.cuda.Event | None = None  # None until all steps of the copy are queued
-        # misfit counts by page, on the host and on the device
+        # number of misfits of each page, on the host and on the device
         self._counts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def began(self, stream: torch.cuda.Stream) -> None:
@@ -86,7 +86,7 @@ class CudaOp:
 
     @property
     def misfits(self) -> list[int]:
-        """Return the indices of the pages that do not fit, once the copy is done."""
+        """Return the indices of the pages that do not fit packed, once the copy is done."""
         found: list[int] = [] if self._counts is None else self._counts[0].nonzero().flatten().tolist()
         return found
 
@@ -96,7 +96,7 @@ class CudaOp:
 
     @property
     def is_queued(self) -> bool:
-        """Return whether all steps are queued on the streams."""
+        """Return whether all steps of the copy are queued on the streams."""
         return self._end is not None
 
     def done(self) -> bool:
@@ -109,7 +109,7 @@ class CudaOp:
         self._end.synchronize()
 
     def wait_outcome(self) -> None:
-        """Queue all steps: a copy can fail only while it is queued."""
+        """Queue all steps of the copy: a copy can fail only while its steps are queued."""
         if self._end is None:
             self._issue(True)
 
@@ -119,13 +119,13 @@ class CudaOp:
 
 
 class Buffer:
-    """One staging buffer of a ring, and the events of the two streams that use it."""
+    """One staging buffer of a ring, and the events of the two streams that use the buffer."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.address = self.bytes.data_ptr()
         self.filled = torch.cuda.Event()
-        self.free = torch.cuda.Event()  # an unrecorded event means free
+        self.free = torch.cuda.Event()  # recorded when the buffer is free; an unrecorded event also means free
 
 
 class StreamPair:

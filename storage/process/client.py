@@ -1,14 +1,14 @@
 """The engine's client of a store process: it sends jobs and receives outcomes, and never waits for a disk or network.
 
-Owned by one thread. `poll` receives outcomes; it costs nothing without jobs in flight. The process may end or hang at
-any time:
+One thread owns the client. `poll` receives outcomes; without jobs in flight, `poll` makes almost no system calls. The
+store process may end or hang at any time:
 
-    OPENING --- it has opened the store ---> OPEN --- it ends, or is silent ---> LOST
-       ^                                                                          |
-       +-------------------------- the backoff is over --------------------------+
+    OPENING --- process has opened the store ---> OPEN --- process ends, or is silent ---> LOST
+       ^                                                                                    |
+       +------------------------------- the backoff is over --------------------------------+
 
-While LOST or OPENING, new jobs are answered as misses and failed writes. When the connection ends, the process no
-longer uses shared memory: only then are the jobs in flight answered.
+In the states LOST and OPENING, the client answers new jobs as misses and failed writes. The process uses shared memory
+until the connection ends. So the client answers the jobs in flight only after the connection has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_UNSENT_BYTES = 4 << 20  # if more bytes are unsent, uses of pages are not s
 _MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with jobs sends the frame ALIVE every LOOK_S
 MAX_SILENCE_S = _MIN_SILENCE_S + _DOUBT_S  # delay until a hang is detected, if the I/O timeout is shorter
 _OPEN_LOOK_S = 0.5
-_IDLE_POLLS = 256  # polls in a row without jobs after which the client checks whether the process is alive
+_IDLE_POLLS = 256  # consecutive polls without jobs after which the client checks whether the process is alive
 _STALLED_CLOSE_S = 0.5  # maximum time for which `close` waits if a thread of the store is stalled
 
 
@@ -70,8 +70,8 @@ class State(enum.IntEnum):
 
 
 class ClientQueue(Generic[J, D]):
-    """The reads or the writes of a client. `refused`: number of jobs answered without the process. `fault`: why the
-    last write failed; "" if it succeeded or the store is full."""
+    """The queue of reads, or of writes, of a client. `refused`: number of jobs that the client answered without the
+    process. `fault`: why the last write failed; "" if it succeeded or the store is full."""
 
     def __init__(self, client: StoreClient, name: str, capacity: int, unserved: Callable[[J], D]) -> None:
         self.name = name
@@ -86,8 +86,8 @@ class ClientQueue(Generic[J, D]):
         self.fault = ""
 
     def submit(self, *jobs: J) -> bool:
-        """Send jobs of one class, whose pages lie in one memory, or answer them here if the process would refuse them.
-        If too many jobs are in flight, send none and return False."""
+        """Send jobs of one class, whose pages lie in one memory. If the process would refuse the jobs, answer them as
+        failed without sending them. If too many jobs are in flight, send no job and return False."""
         if self.refuses():
             self.refused += len(jobs)
             self._done += map(self._unserved, jobs)
@@ -108,8 +108,8 @@ class ClientQueue(Generic[J, D]):
 
     @property
     def num_free(self) -> int:
-        """Return how many more jobs `submit` accepts. If too many are in flight, 0 unless the process would refuse
-        them."""
+        """Return how many more jobs `submit` accepts. If too many jobs are in flight, return 0, or 1 if the process
+        would refuse jobs now."""
         return self._capacity - len(self.in_flight) or int(self.refuses())
 
     def refuses(self) -> bool:
@@ -118,13 +118,13 @@ class ClientQueue(Generic[J, D]):
         return client.state is not State.OPEN or client.clock() < client.status.refuses_until_s(self.name)
 
     def poll(self) -> list[D | Stalled]:
-        """The outcomes since the last call, in order of arrival. Never blocks.
+        """Return the outcomes that arrived since the last call, in the order of arrival. Never blocks.
 
-        A job whose thread or process does not answer in time has two outcomes: `Stalled`, and its answer once no thread
-        uses its pages.
+        A job whose thread or process does not answer in time has two outcomes: first `Stalled`, and later the answer,
+        when no thread uses the pages of the job.
         """
         client = self._client
-        if self.in_flight or not (client.reads.in_flight or client.writes.in_flight):  # the other queue polls else
+        if self.in_flight or not (client.reads.in_flight or client.writes.in_flight):  # else the other queue polls
             client.poll()
         found, self._done = self._done, []
         return found
@@ -146,7 +146,7 @@ class ClientQueue(Generic[J, D]):
         return len(self._announced) == len(self.in_flight)
 
     def take(self, done: D | Stalled) -> None:
-        """Record a received outcome. KeyError if it belongs to no job in flight."""
+        """Record a received outcome. Raises KeyError if the outcome belongs to no job in flight."""
         key = done.ticket, done.batch
         if isinstance(done, Stalled):
             if key in self._announced:
@@ -166,17 +166,18 @@ class ClientQueue(Generic[J, D]):
             self.take(Stalled(ticket, batch))
 
     def settle(self) -> None:
-        """Answer all jobs in flight as failed, once the process no longer uses their pages."""
+        """Answer all jobs in flight as failed. Called when the process no longer uses the pages of these jobs."""
         for job in list(self.in_flight.values()):
             self.take(self._unserved(job))
 
 
 class StoreClient:
-    """A client of one store; the module describes its states. Call `open` before use. `reads` and `writes` accept jobs
-    and return their outcomes; each has at most `max_jobs` in flight. `in_process`: a thread of this process serves the
-    store, so pages may lie in any memory. `times_lost`: how often the process ended or hung. `note`: the bytes that
-    `keep` stored, once the store is open. `has_remote`: the process has a remote store, which `join` and a request with
-    `opens_remote` reach; known once the store is open. `clock`: seconds; deadlines are times of this clock.
+    """A client of one store; the docstring of the module describes its states. Call `open` before use. `reads` and
+    `writes` accept jobs and return their outcomes; each of these queues has at most `max_jobs` jobs in flight.
+    `in_process`: a thread of this process serves the store, so pages may lie in any memory. `times_lost`: how often the
+    store process ended or hung. `note`: the bytes that `keep` stored; valid when the store is open. `has_remote`: the
+    store process has a remote store; valid when the store is open. A second client opens this remote store through
+    `join` and a request with `opens_remote`. `clock`: returns seconds; deadlines are times of this clock.
     """
 
     def __init__(
@@ -207,10 +208,10 @@ class StoreClient:
         self.has_remote = False
         self._is_closing = False
         self._error: StoreError | None = None
-        self.last_message_s = 0.0  # of the process, or of the last request after idling, on `time.monotonic`
+        self.last_message_s = 0.0  # `time.monotonic` of the last message, or of the first job after idling
         self._doubted_s = math.inf
         self._idle_polls = 0
-        self._why = ""  # reason for which the process was lost; "" once it has answered a job again
+        self._why = ""  # why the process was lost; "" after a process has answered a job again
         self._late_open_s = self._lost_at_s = self._retry_at_s = 0.0
         self._backoff_s = self._limits.reopen_backoff_s
         self._lookups = itertools.count(-2, -1)
@@ -218,9 +219,9 @@ class StoreClient:
         self._found: FindDone | None = None
 
     def share(self, descriptor: int, memory: PageBuffer) -> None:
-        """Share `memory`, contiguous uint8, with the process: pages of later jobs lie in it. It is a shared mapping of
-        `descriptor` from offset 0, valid until `close`; the caller keeps the descriptor. Does nothing if a thread of
-        this process serves the store."""
+        """Share `memory`, contiguous uint8, with the store process, because pages of later jobs lie in `memory`.
+        `memory` is a shared mapping of `descriptor` from offset 0, valid until `close`. The caller keeps the descriptor
+        open. Does nothing if a thread of this process serves the store."""
         if self.in_process:
             return
         self._memories.add(descriptor, memory)
@@ -228,9 +229,10 @@ class StoreClient:
             self._memories.send(self._connection, self._memories.count)
 
     def open(self) -> None:
-        """Start the process and wait until it has opened the store, at most `open_s`. A store that takes longer is used
-        as soon as it is open. A store that is unavailable now counts as lost and is tried again. Other errors mean that
-        the settings are wrong: they are raised, and nothing is tried again."""
+        """Start the process, and wait at most `open_s` until the process has opened the store. If opening takes longer,
+        the client uses the store as soon as it is open. A store that is unavailable now counts as lost, and the client
+        tries again later. Any other error means that a setting is wrong. `open` raises such an error, and the client
+        does not try again."""
         self._poll_lost()
         while self.state is State.OPENING and self._late_open_s < math.inf:
             self.wait(_OPEN_LOOK_S)
@@ -240,7 +242,7 @@ class StoreClient:
             raise self._error
 
     def stats(self) -> StoreStats:
-        """Return the statistics as of the process's last answer. Does no I/O."""
+        """Return the statistics that the process wrote last. Does no I/O."""
         return self.status.stats()
 
     @property
@@ -252,11 +254,12 @@ class StoreClient:
         """Return why the store does not store pages; "" if the last write succeeded or the store is full."""
         if not self.is_open:
             return self._why or "the store is not open yet"
-        return self.writes.fault or ("writes failed and are not tried yet" if self.writes.refuses() else "")
+        return self.writes.fault or ("writes failed, and the backoff is not over" if self.writes.refuses() else "")
 
     def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
-        """Ask which pages the store has, and wait for the answer to this `FindJob`. Returns None if there is no answer
-        within `wait_s` and the I/O timeout; until that answer arrives, further calls return None at once."""
+        """Ask which pages the store has with a `FindJob`, and wait for the answer. Returns None if no answer arrives
+        within `wait_s`, or within the I/O timeout if that is shorter. Until the late answer arrives, further calls
+        return None immediately."""
         if not (keys or others):
             return FindDone(FIND, 0)
         self.poll()
@@ -273,24 +276,26 @@ class StoreClient:
         return found if found is not None and found.ticket == job.ticket and found.answered else None
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Report that a request used these pages, in the order of its prompt, from any tier."""
+        """Report that a request used these pages; any tier may have served them. `keys` are in the order of the
+        prompt."""
         if keys and self._takes_hints:
             self._send(frames.frame(Kind.USED, frames.keys_of(keys)))
 
     def keep_until(self, keys: Sequence[bytes], deadline_s: float) -> None:
-        """Ask the store to evict these pages, in the order of a prompt, after all others until `deadline_s` of the
-        client's clock. A store on other machines, or one that is not open, ignores the deadline."""
+        """Ask the store to evict these pages only after all other pages, until `deadline_s` of the client's clock.
+        `keys` are in the order of a prompt. A remote store, and a store that is not open, ignore this call."""
         if keys and self._takes_hints:
             self._send(frames.keep(keys, deadline_s))
 
     @property
     def _takes_hints(self) -> bool:
-        """Return whether the store is open and the connection has capacity for frames that may get lost."""
+        """Return whether the store is open and few bytes are unsent. Otherwise the client drops frames that only
+        improve the eviction order."""
         return self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES
 
     def join(self) -> socket.socket:
-        """Connect one more client to the process of this one; returns its end of the connection. StoreUnavailable while
-        the process has not opened the store of this client."""
+        """Connect a second client to the store process of this client. Returns the second client's end of the
+        connection. Raises StoreUnavailable while the process has not opened the store of this client."""
         if self._connection is None or not self.is_open:
             raise StoreUnavailable("the store process of this machine has not opened its store")
         client_end, server_end = socket.socketpair()
@@ -304,7 +309,8 @@ class StoreClient:
         return client_end
 
     def keep(self, note: bytes) -> None:
-        """Store a few bytes for the next client that opens the store. Not durable: a kill of the process loses them."""
+        """Store a few bytes for the next client that opens the store. If the process is killed, these bytes are
+        lost."""
         if self.is_open:
             self.note = note
             self._send(frames.frame(Kind.NOTE, note))
@@ -330,8 +336,8 @@ class StoreClient:
         self.last_message_s, self._doubted_s = time.monotonic(), math.inf
 
     def _is_silent(self, now_s: float) -> bool:
-        """Return whether the process has been silent for too long. A machine that was suspended is no reason: the
-        process must be late at two checks that are at least `_DOUBT_S` apart."""
+        """Return whether the process has been silent for too long. The process must be late at two checks that are at
+        least `_DOUBT_S` apart, because after a suspension of the machine a single check proves nothing."""
         enough_s = max(_MIN_SILENCE_S, self._limits.io_timeout_s if self.is_open else self._limits.open_s)
         is_late = self._is_waiting and now_s - self.last_message_s > enough_s
         self._doubted_s = min(self._doubted_s, now_s) if is_late else math.inf
@@ -348,16 +354,16 @@ class StoreClient:
     def close(self, within_s: float) -> bool:
         """Wait for jobs in flight, close the store, and let the process end. Idempotent.
 
-        False: this takes longer than `within_s`, or a thread of the store is stalled. Then the pages of jobs may still
-        be in use; the process closes the store when it can, and a later call returns True. Raises the error of closing
-        the store.
+        Returns False if closing takes longer than `within_s`, or if a thread of the store is stalled. If False is
+        returned, the process may still use the pages of jobs. The process closes the store later, and a later call of
+        `close` returns True. Raises the error of closing the store.
         """
         until_s = time.monotonic() + within_s
         self._retry_at_s = math.inf
         self._error = None
         if self.state is State.OPENING and self._connection is not None:
             self._is_closing = True
-            self._connection.finish()  # the process itself closes a store that it is still opening
+            self._connection.finish()  # the process closes a store that it is still opening
         while self._is_waiting and not self._is_stalled and self._poll_until(until_s):
             continue
         if self.state is State.OPEN and not self._is_closing:
@@ -396,7 +402,7 @@ class StoreClient:
         return self._lookup is None and self.reads.is_stalled and self.writes.is_stalled
 
     def _poll_until(self, until_s: float) -> bool:
-        """Wait a while for outcomes and receive them. Returns False if `until_s` has passed."""
+        """Wait at most `_OPEN_LOOK_S` for outcomes, and receive them. Returns False if `until_s` has passed."""
         left_s = until_s - time.monotonic()
         if left_s > 0:
             self.wait(min(_OPEN_LOOK_S, left_s))
@@ -409,19 +415,19 @@ class StoreClient:
     # Jobs
 
     def send_cancels(self, jobs: Sequence[tuple[int, int]]) -> None:
-        """Send cancellations by ticket and batch; called by the queues."""
+        """Send a cancellation for each job, given by ticket and batch. The queues call this method."""
         for ticket, batch in jobs:
             self._send(frames.cancel(ticket, batch))
         self._transport.look()
 
     def send_jobs(self, jobs: Sequence[Job]) -> None:
-        """Send jobs of one class; called by the queues."""
+        """Send jobs of one class. The queues call this method."""
         frame = frames.of_jobs(jobs, self._memories.locate([*map(_PAGES, jobs)], self.page_sizes))
         self._expect_answer()
         self._send(frame)
 
     def _expect_answer(self) -> None:
-        """Restart the silence watch before a job is sent: a process without jobs is silent."""
+        """Restart the watch for silence before a job is sent, because a process without jobs sends no messages."""
         if not self._is_waiting:
             self._note_message()
 
@@ -465,7 +471,7 @@ class StoreClient:
         except ConnectionEnded:
             self._has_ended()
         except (KeyError, ValueError) as error:
-            self._lose(f"the store process answers what is no answer: {error!r}")
+            self._lose(f"the store process sent an invalid answer: {error!r}")
 
     def _take(self, kind: Kind, body: Body) -> None:
         if kind is Kind.ALIVE:
@@ -475,7 +481,7 @@ class StoreClient:
             if self.state is State.OPENING:
                 self.state = State.OPEN
                 if self.times_lost:
-                    log.info("the %s tier has its store again", self._request.settings.name)
+                    log.info("the store of the %s tier is open again", self._request.settings.name)
         elif kind is Kind.FAILED:
             self._error = error = body.failed()
             if self.state is State.OPENING:
@@ -487,7 +493,7 @@ class StoreClient:
                 self._found = done if isinstance(done, FindDone) else None
                 self._lookup = None
                 return
-            if done.ticket < FIND and not is_write:  # this is the answer to a lookup that was announced as stalled
+            if done.ticket < FIND and not is_write:  # answer to a lookup that was announced as stalled
                 return
             if isinstance(done, WriteDone) or (isinstance(done, Stalled) and is_write):
                 self.writes.take(done)
@@ -498,7 +504,7 @@ class StoreClient:
                 self._why = ""
 
     def _lose(self, why: str, *, announce: bool = False) -> None:
-        """Stop using the process. Jobs in flight are answered when the connection ends."""
+        """Stop using the process. The client answers jobs in flight when the connection ends."""
         if self.state is State.LOST:
             return
         self.state = State.LOST
@@ -522,7 +528,8 @@ class StoreClient:
             self._connection.finish()
 
     def _has_ended(self) -> None:
-        """Close an ended connection and answer the jobs in flight: shared memory is no longer used."""
+        """Close a connection that has ended, and answer the jobs in flight, because the process no longer uses shared
+        memory."""
         self._lose("the store process ended")
         assert self._connection is not None
         self._connection.close()
@@ -542,7 +549,7 @@ class StoreClient:
                 self._lose(str(error))
 
     def _wait_for_its_end(self, connection: Connection) -> None:
-        """Discard received bytes until the connection ends; then all jobs in flight are answered. Does not block."""
+        """Discard received bytes. If the connection has ended, answer all jobs in flight. Does not block."""
         try:
             while connection.take():
                 continue
@@ -554,15 +561,16 @@ class StoreClient:
                 self.writes.announce()
 
     def wait(self, seconds: float) -> None:
-        """Wait until `poll` has something to do, at most `seconds`. Another thread may submit jobs meanwhile."""
+        """Wait at most `seconds` until `poll` can receive or send bytes. Another thread may submit jobs during this
+        call."""
         wait_for_clients([self], seconds)
 
     @property
     def connection(self) -> Connection | None:
-        """The connection to the process, if there is one."""
+        """The connection to the process; None without a connection."""
         return self._connection
 
 
 def wait_for_clients(clients: Sequence[StoreClient], seconds: float) -> None:
-    """Wait until `poll` of a client has something to do, at most `seconds`."""
+    """Wait at most `seconds` until `poll` of one of the clients can receive or send bytes."""
     frames.wait_for_any([one.connection for one in clients if one.connection is not None], seconds)

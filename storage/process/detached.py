@@ -1,7 +1,7 @@
-"""Reads that are answered before their thread returns, if they are cancelled or stall.
+"""Reads that the store process answers before the reading thread returns, if a read is cancelled or stalls.
 
-The thread reads pages to memory of the store process, and copies them to the client's pages if the client still waits.
-A server that hangs therefore blocks no memory of a client.
+The thread reads pages into memory of the store process. The thread copies the pages to the client's memory if the
+client still waits for the pages. So a remote server that hangs blocks no memory of a client.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hicache.storage.process.jobs import PageBytes, ReadDone, ReadJob, Stalled
 
 @dataclass(frozen=True)
 class DetachedRead(ReadJob):
-    """A read of a client. `answer`: sends the client its answer. Any thread.
+    """A read of a client. `answer`: function that sends the answer to the client. Any thread may call the methods.
 
-    Invariant: the client gets one answer, and no thread accesses its pages after that.
+    Invariant: the client gets one answer, and no thread accesses the client's pages after this answer.
     """
 
     answer: Callable[[ReadDone], None] = field(default=lambda done: None, repr=False, compare=False)
@@ -36,7 +36,7 @@ class DetachedRead(ReadJob):
         return self._is_answered.is_set()
 
     def reply(self, outcome: ReadDone | Stalled) -> None:
-        """Send the first outcome to the client; drop later ones. A read that stalls is answered as failed."""
+        """Send the first outcome to the client, and drop later outcomes. A read that stalls is answered as failed."""
         with self._lock:
             if self.is_answered:
                 return
@@ -51,7 +51,8 @@ class DetachedRead(ReadJob):
             self.reply(Stalled(self.ticket, self.batch))
 
     def land(self, part: slice, pages: Sequence[PageBytes], ok: Sequence[bool]) -> list[bool]:
-        """Copy the pages that are `ok` to the client's pages `part`. Returns which pages the client has now."""
+        """Copy each page that is `ok` to the client's pages `part`, unless the read is already answered. Returns for
+        each page whether it was copied."""
         with self._lock:
             landed = [has_page and not self.is_answered for has_page in ok]
             for target, page, has_landed in zip(self.pages[part], pages, landed, strict=True):

@@ -10,13 +10,15 @@
     jobs      count u32; of each: ticket, batch, queue class, deadline, a number, its number of keys; pages; keys;
     outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; for a failed write the reason, in UTF-8.
 
-Memory is shared: `MEMORY` has its number and size, and the descriptor is attached to its first byte (SCM_RIGHTS).
-Memory 0 is the address space of the client, for a server in the same process; its offsets are addresses. `OPEN` has the
-descriptor of the shared status (see `shared_memory`). `JOIN` has the descriptor of a socket, whose other end is one
-more client. `NOTE` has the bytes that the store keeps for clients, at most `MAX_NOTE_BYTES`; `OPENED` returns them, in
-hexadecimal digits. Bodies of OPEN, OPENED and FAILED are JSON, because they are sent only once.
+Pages lie in shared memory. A frame `MEMORY` has the number and the size of a memory; the descriptor of the memory is
+attached to the first byte of the frame (SCM_RIGHTS). Memory 0 is the address space of the client, for a server in the
+same process, and offsets in memory 0 are addresses. `OPEN` has the descriptor of the shared status (see
+`shared_memory`). `JOIN` has the descriptor of a socket whose other end belongs to a new client. `NOTE` has the bytes
+that the store keeps for clients, at most `MAX_NOTE_BYTES`; `OPENED` returns these bytes as hexadecimal digits. Bodies
+of OPEN, OPENED and FAILED are JSON, because they are sent only once.
 
-Neither side trusts lengths: an invalid frame raises `FrameError` or another ValueError, and the connection ends.
+Client and server check every length in a frame. An invalid frame raises `FrameError` or another ValueError, and the
+connection ends.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 8
+VERSION = 9
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
-_MAX_SHORT_BYTES = 1 << 20  # limit of the length of frames without keys
+_MAX_SHORT_BYTES = 1 << 20  # maximum length of a frame without keys
 _MAX_ERROR_CHARS = 1 << 14
 _RECEIVE_BYTES = 1 << 16  # the allocator would map and unmap a larger buffer in each call
 _WAIT_S = 0.5
@@ -65,12 +67,13 @@ OWN_MEMORY = 0  # the number of the address space that client and server share w
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-# The deadline: of a lease, its end. The number: of a find, how many keys are `keys`, not `others`; 1: remove all pages,
-# or a write is costly.
+# The deadline of a lease is the time at which the lease ends. The number of a find is the length of `FindJob.keys`; the
+# other keys are `others`. The number 1 of a remove means all pages, and of a write that the write is costly.
 _JOB = struct.Struct("<qibdII")
 _CANCEL = struct.Struct("<qi")
 _KEEP = struct.Struct("<d")
-# The flag: a find is answered, a lease has begun, or a stalled job is a write. The number: of pages.
+# The flag of a find says whether the find was answered, of a lease whether the lease has begun, and of a stalled job
+# whether the job is a write. The number is a number of pages.
 _OUTCOME = struct.Struct("<qiBId")
 _MEMORY = struct.Struct("<IQ")
 _ERRORS: dict[str, Callable[[str], StoreError]] = {
@@ -83,7 +86,7 @@ class FrameError(ValueError):
 
 
 class Kind(enum.IntEnum):
-    """Kinds of frames: below 32 the client sends them, from 32 on the server."""
+    """Kinds of frames. The client sends the kinds below 32, and the server sends the kinds from 32 on."""
 
     OPEN = 1
     MEMORY = 2
@@ -133,7 +136,7 @@ def frame(kind: Kind, *parts: bytes) -> bytes:
 
 
 def keys_of(keys: Sequence[bytes]) -> bytes:
-    """Encode keys. Raises StoreError for a key without 1 to `MAX_KEY_BYTES` bytes."""
+    """Encode keys. Raises StoreError unless each key has 1 to `MAX_KEY_BYTES` bytes."""
     lengths = list(map(len, keys))
     if keys and not 1 <= min(lengths) <= max(lengths) <= MAX_KEY_BYTES:
         raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes")
@@ -141,7 +144,7 @@ def keys_of(keys: Sequence[bytes]) -> bytes:
 
 
 def of_jobs(jobs: Sequence[Job], pages: Pages) -> bytes:
-    """Encode one or more jobs of one class; `pages`: the locations of all their pages."""
+    """Encode one or more jobs of one class. `pages`: the locations of the pages of all jobs."""
     kind, heads, all_keys, deadline_s, number = Kind.WRITE, list[bytes](), list[bytes](), math.inf, 0
     for job in jobs:
         keys = job.keys or ()
@@ -183,7 +186,7 @@ def failed(error: Exception) -> bytes:
 
 
 def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
-    """Encode an outcome; `why`: the reason if the store did not store all pages of a write."""
+    """Encode an outcome. `why`: if the store did not store all pages of a write, the reason."""
     flag, number, seconds, ok, removed = is_write, 0, 0.0, tuple[bool, ...](), tuple[bytes, ...]()
     if isinstance(done, FindDone):
         kind, flag, number, ok = Kind.FOUND, done.answered, done.num_pages, done.others
@@ -201,7 +204,7 @@ def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
 
 
 class Body:
-    """Parses the body of one frame from its start. Raises `FrameError` if it is too short."""
+    """Parses the body of one frame from its start. Raises `FrameError` if the body is too short."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -223,7 +226,7 @@ class Body:
         (count,) = self.fields(_COUNT)
         lengths = array("H", self.take(2 * count))
         if count and not 1 <= min(lengths) <= max(lengths) <= MAX_KEY_BYTES:
-            raise FrameError("a key of no length, or too long")
+            raise FrameError("a key is empty or too long")
         joined = self.take(sum(lengths))
         ends = itertools.accumulate(lengths)
         return tuple(joined[end - length : end] for end, length in zip(ends, lengths, strict=True))
@@ -236,7 +239,7 @@ class Body:
         return self.keys(), deadline_s
 
     def jobs(self, kind: Kind, pages_at: Callable[[Pages], Sequence[PageBytes]]) -> list[Job]:
-        """Parse jobs; `pages_at` returns the pages of reads or writes at their locations."""
+        """Parse jobs. `pages_at` returns the pages of reads or writes for given locations."""
         (count,) = self.fields(_COUNT)
         heads = [*_JOB.iter_unpack(self.take(count * _JOB.size))]
         memory, page_bytes, num_pages = self.fields(_PAGES)
@@ -284,7 +287,7 @@ class Body:
         try:
             return json.loads(self.rest())
         except (ValueError, RecursionError) as error:
-            raise FrameError(f"a frame brings no JSON: {error}") from None
+            raise FrameError(f"the body of a frame is not JSON: {error}") from None
 
     def opened(self) -> tuple[tuple[int, ...], bytes, bool]:
         """Parse OPENED: the page sizes of the store in bytes, its note, and whether the process has a remote store."""
@@ -317,18 +320,18 @@ class Body:
             return WriteDone(ticket, ok, batch, seconds, removed, number, self.rest().decode(errors="replace")), True
         if kind is Kind.STALLED:
             return Stalled(ticket, batch), bool(flag)
-        raise FrameError(f"a frame of kind {kind} brings no outcome")
+        raise FrameError(f"a frame of kind {kind} has no outcome")
 
 
 class ConnectionEnded(Exception):
-    """The other end has closed the connection, so it no longer uses shared memory."""
+    """The other end has closed the connection, so the other end no longer uses shared memory."""
 
 
 class Connection:
-    """One end of a stream of frames; sending and receiving do not block. Owned by one thread. All methods except
-    `finish` and `close` raise `ConnectionEnded`.
+    """One end of a stream of frames. Sending and receiving do not block. One thread owns the connection. All methods
+    except `finish` and `close` raise `ConnectionEnded` if the connection has ended.
 
-    `unsent`: bytes that the socket has not accepted yet; each `send` tries again.
+    `unsent`: bytes that the socket has not accepted yet. Each `send` tries to send them again.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -351,8 +354,8 @@ class Connection:
             del self.unsent[:sent]
 
     def send_with(self, descriptor: int, data: bytes) -> None:
-        """Send a frame with a descriptor, which is attached to its first byte, so unsent bytes are sent first. May
-        block."""
+        """Send a frame with a descriptor. The descriptor is attached to the first byte of the frame, so all unsent
+        bytes are sent before. May block."""
         while self.unsent:
             _wait([(self.socket, select.POLLOUT)], _WAIT_S)
             self.send()
@@ -402,7 +405,7 @@ class Connection:
 
     def wait(self, seconds: float) -> None:
         """Wait at most `seconds` until bytes arrive, or unsent bytes can be sent. Another thread may use the connection
-        meanwhile."""
+        during this call."""
         wait_for_any([self], seconds)
 
     def finish(self) -> None:
@@ -420,13 +423,13 @@ class Connection:
 
 
 def wait_for_any(connections: Sequence[Connection], seconds: float) -> None:
-    """Wait at most `seconds` until an open connection has bytes, or can send unsent ones."""
+    """Wait at most `seconds` until an open connection has received bytes, or can send its unsent bytes."""
     _wait([(connection.socket, connection.events) for connection in connections], seconds)
 
 
 def _wait(sockets: Sequence[tuple[socket.socket, int]], seconds: float) -> None:
     """Wait at most `seconds` for the events of any open socket."""
-    poller, num_open = select.poll(), 0  # select() takes no descriptor from 1024 on
+    poller, num_open = select.poll(), 0  # select() accepts only descriptors below 1024
     for one, events in sockets:
         if (descriptor := one.fileno()) >= 0:
             poller.register(descriptor, events)

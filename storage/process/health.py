@@ -1,8 +1,9 @@
-"""Failure handling: circuit breakers for reads and writes, and a watchdog for each thread, stop the use of a store.
+"""Failure handling. If a store fails or hangs, circuit breakers for reads and writes, and a watchdog for each thread,
+stop the use of the store.
 
-    CLOSED --- failures in a row, a refusal or a stall ---> OPEN --- the backoff is over ---> HALF_OPEN
-       ^                                                     ^                                  | one probe
-       +------------------------ it succeeds ----------------+------- it fails: twice the backoff +
+    CLOSED --- failures in a row, permanent error or stall ---> OPEN --- backoff has ended ---> HALF_OPEN
+       ^                                                         ^                                  | one probe
+       +--------------------- probe succeeds --------------------+-- probe fails: double backoff ---+
 
 Times are seconds of the injected clock.
 """
@@ -27,10 +28,10 @@ J = TypeVar("J")
 class Limits:
     """Limits that stop reads or writes, and the times after which they are tried again.
 
-    `io_timeout_s`: a job in flight for longer opens the breaker. `reopen_backoff_s`: the first backoff; it doubles up
-    to `max_reopen_backoff_s`. `max_failures`: failures in a row that open the breaker. `open_s`: how long a client
-    waits for its store to be opened, before it continues without the store. `close_s`: how long closing waits for
-    threads that do not return.
+    `io_timeout_s`: a job that runs longer opens the breaker. `reopen_backoff_s`: the first backoff; later backoffs
+    double up to `max_reopen_backoff_s`. `max_failures`: number of consecutive failures that open the breaker. `open_s`:
+    time for which a client waits until its store is open, before it continues without the store. `close_s`: time for
+    which closing waits for threads that do not return.
     """
 
     io_timeout_s: float = 10.0
@@ -41,7 +42,7 @@ class Limits:
     close_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value that is not a number from 0 on."""
+        """Raise ValueError for a value that is not a number, or is negative."""
         for name, value in dataclasses.asdict(self).items():
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name}={value!r}")
@@ -60,16 +61,17 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class BreakerToken:
-    """Permission to call the store once. The outcome counts only in the `epoch` in which the token was created. A
-    change of state ends the epoch, because an older call shows nothing about the store now."""
+    """Permission to call the store once. The outcome of the call counts only in the `epoch` in which the token was
+    created. A change of the breaker's state ends the epoch, because the outcome of an older call shows nothing about
+    the present state of the store."""
 
     epoch: int
     is_probe: bool = False
 
 
 class Breaker:
-    """Circuit breaker of reads or writes. Any thread may use it. `opens` and `failures` count since the start. `why`:
-    the reason if the last call failed."""
+    """Circuit breaker of reads or writes. Any thread may use the breaker. `opens` and `failures` are counted since the
+    breaker was created. `why`: if the last call failed, the reason."""
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float], tier: str = "disk") -> None:
         self._name = name
@@ -89,7 +91,7 @@ class Breaker:
         return self._state
 
     def refuses(self) -> bool:
-        """Return whether a job submitted now would certainly be refused. Takes no lock."""
+        """Return whether the breaker would certainly refuse a job that is submitted now. Takes no lock."""
         return self._state is not State.CLOSED and self._clock() < self.refuses_until_s
 
     @property
@@ -99,7 +101,8 @@ class Breaker:
 
     def admit(self, *, can_probe: bool = True) -> BreakerToken | None:
         """Return a token, or None while the breaker is open. After the backoff, the first call with `can_probe` gets
-        the probe's token. Calls whose success proves little pass `can_probe` False; they may run before the probe."""
+        the probe's token. A call whose success does not prove that the store works passes `can_probe` False; such a
+        call may run before the probe."""
         with self._lock:
             if self.refuses():
                 return None
@@ -120,7 +123,8 @@ class Breaker:
                 log.info("the %s tier resumes %s", self._tier, self._name)
 
     def failed(self, token: BreakerToken, why: str, *, at_once: bool = False) -> None:
-        """Count a failed call. `at_once`: open the breaker now, without waiting for `max_failures`."""
+        """Count a failed call. `at_once`: open the breaker after this failure, even if `max_failures` is not
+        reached."""
         with self._lock:
             self.failures += 1
             self.why = why
@@ -148,10 +152,10 @@ class Breaker:
 
 
 class Watchdog(Generic[J]):
-    """Watches the jobs of one thread. The thread calls `begin` and `end`, the serving thread `report`.
+    """Watches the jobs of one thread. The watched thread calls `begin` and `end`; the serving thread calls `report`.
 
-    `is_stalled`: the jobs were reported and the thread has not returned. Invariant: a job is never reported after its
-    `end` returned.
+    `is_stalled`: `report` has announced the jobs, and the thread has not called `end` yet. Invariant: `report` never
+    announces a job after `end` has returned.
     """
 
     def __init__(self, clock: Callable[[], float], timeout_s: float) -> None:
@@ -180,7 +184,8 @@ class Watchdog(Generic[J]):
             self.is_stalled = False
 
     def report(self, announce: Callable[[J], None]) -> BreakerToken | None:
-        """If the jobs take longer than the timeout, announce each once and return their token."""
+        """If the jobs take longer than the timeout, announce each job once, and return the token with which they
+        run."""
         with self._lock:
             if self._clock() <= self._stalls_at_s:
                 return None

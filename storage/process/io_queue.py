@@ -19,8 +19,8 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, order=True)
 class Queued(Generic[J, D]):
-    """A queued job. Jobs run by `queue_class`, lowest first, and within a class by `number`, the order of submission.
-    `num_bytes`: bytes of its pages. `reply`: called with each outcome, on any thread."""
+    """A queued job. Jobs with a lower `queue_class` run first. Jobs of one class run in the order of `number`, which is
+    the order of submission. `num_bytes`: bytes of the job's pages. `reply`: called with each outcome, on any thread."""
 
     queue_class: int
     number: int
@@ -38,12 +38,12 @@ class _Worker(NamedTuple, Generic[J, D]):
 
 
 class IoQueue(Generic[J, D]):
-    """Queue, threads and breaker. Owned by the serving thread; worker threads `take` jobs and call their `reply`, or
-    `refuse` them.
+    """Queue, threads and breaker. The serving thread owns this object. A worker thread calls `take` to get a job, then
+    calls `reply` of the job, or `refuse`.
 
-    Clients limit the number of waiting jobs; with `capacity` jobs the queue counts as full. `unserved` makes the answer
-    to a job that the store did not get. Invariant: every submitted job is answered once, also if its thread fails; a
-    job whose thread does not return is announced as `Stalled`.
+    The queue accepts any number of jobs, because clients limit the number of waiting jobs; a queue with `capacity` jobs
+    counts as full. `unserved` returns the answer to a job that the store did not receive. Invariant: every submitted
+    job is answered once, also if its thread fails. A job whose thread does not return is announced as `Stalled`.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class IoQueue(Generic[J, D]):
         with self._changed:
             heapq.heappush(self._waiting, item)
             self._waiting_bytes += num_bytes
-            # notifies all threads, because a single notified thread might not accept this class
+            # All threads are notified, because a single notified thread might not accept this class.
             self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def take(self, wait_s: float | None = None, last_class: float = math.inf) -> Queued[J, D] | None:
-        """Wait for a job of a class up to `last_class`. None after `wait_s` without a job, or if the queue is stopped
-        and has none."""
+        """Wait for a job of a class up to `last_class`. Returns None after `wait_s` without a job, or if the queue is
+        stopped and has no job of these classes."""
 
         def has_one() -> bool:
             return bool(self._waiting) and self._waiting[0].queue_class <= last_class
@@ -129,8 +129,8 @@ class IoQueue(Generic[J, D]):
             return min(1.0, max(len(self._waiting) / self._capacity, self._waiting_bytes / full_bytes))
 
     def refuses(self, queue_class: float = math.inf) -> bool:
-        """Return whether a job submitted now would not run, because the breaker is open or no thread is left for its
-        class."""
+        """Return whether the queue would refuse a job of this class now, because the breaker is open, the queue is
+        stopped, or all threads for the class are stalled."""
         return self._stopped or self._runs_no(queue_class)
 
     def refuse(self, item: Queued[J, D]) -> None:
@@ -141,15 +141,15 @@ class IoQueue(Generic[J, D]):
     def look(self) -> None:
         """Announce the jobs of stalled threads, and refuse queued jobs that no thread will run. Never blocks.
 
-        A job whose thread does not return in time has two outcomes: `Stalled`, and its answer once no thread uses its
-        pages.
+        A job whose thread does not return in time has two outcomes: first `Stalled`, and later the answer, when no
+        thread uses the pages of the job.
         """
         for worker in self._threads:
             token = worker.watchdog.report(self._announce)
             if token is not None:
                 why = f"a job takes longer than io_timeout_s={self._limits.io_timeout_s:g}"
                 self.breaker.failed(token, why, at_once=True)
-        if self._waiting and self._runs_no(math.inf):  # the threads of a stopped queue still run its jobs
+        if self._waiting and self._runs_no(math.inf):  # a stopped queue still runs its jobs
             for item in self.take_more(math.inf):
                 self.refuse(item)
 
@@ -159,7 +159,7 @@ class IoQueue(Generic[J, D]):
         return len(self._waiting) > 0 or any(worker.watchdog.is_working for worker in self._threads)
 
     def stop(self) -> None:
-        """Let the threads finish the queued jobs, and wait for them."""
+        """Let the threads finish the queued jobs, and wait until all threads have ended."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -174,7 +174,7 @@ class IoQueue(Generic[J, D]):
         return (*counts, len(self._waiting), self._waiting_bytes, until_s)
 
     def _runs_no(self, queue_class: float) -> bool:
-        """Return whether the breaker is open, or no thread is left for a class."""
+        """Return whether the breaker is open, or all threads for a class are stalled."""
         return self.breaker.refuses() or self._are_stalled(queue_class)
 
     def _are_stalled(self, queue_class: float = math.inf) -> bool:

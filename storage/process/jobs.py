@@ -1,7 +1,8 @@
-"""Jobs for a store and their outcomes, shared by the engine, its client and the store process.
+"""Jobs for a store and the outcomes of jobs. The engine, its client and the store process use these classes.
 
 The store owns the bytes of a job's pages from its submission until the engine takes its answer (`FindDone`, `ReadDone`,
-`WriteDone`). Every job is answered once. `Stalled` may precede the answer; then the store still owns the bytes.
+`WriteDone`). Every job is answered once. `Stalled` may precede the answer, and the store owns the bytes until the
+answer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ PageBytes: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(eq=False, slots=True)
 class PageRows(Sequence[PageBytes]):
-    """The pages `rows` of `memory`, contiguous uint8 `[num_pages, page_bytes]`, without creating a view for each."""
+    """The pages `rows` of `memory`, contiguous uint8 `[num_pages, page_bytes]`. Creates the view of a page only when
+    the page is accessed."""
 
     memory: PageBytes
     rows: list[int]
@@ -44,8 +46,8 @@ FIND = -1  # the `batch` number of the first find of a ticket; later finds have 
 
 
 class ReadClass(enum.IntEnum):
-    """Queue classes of reads, highest priority first. Finds read no page and precede reads. LOOKUP: the scheduler waits
-    for the answer. URGENT: a request waits for it."""
+    """Queue classes of reads, highest priority first. Finds precede reads, because they read no page. LOOKUP: the
+    scheduler is blocked until the answer. URGENT: a request waits for the answer."""
 
     LOOKUP = -1
     URGENT_FIND = 0
@@ -56,7 +58,8 @@ class ReadClass(enum.IntEnum):
 
 @dataclass(frozen=True)
 class FindJob:
-    """Ask how many of `keys`, from the first on, the store has without a gap, and which of `others` it has."""
+    """Ask how many pages of `keys` the store has before the first missing page, and which pages of `others` the store
+    has."""
 
     ticket: int
     keys: tuple[bytes, ...]
@@ -68,7 +71,8 @@ class FindJob:
 
 @dataclass(frozen=True)
 class LeaseJob:
-    """Take the lease of `key` until `until_s`, or ask for its end if `until_s` is 0 (`hicache.storage.base.Leases`)."""
+    """Take the lease of `key` until `until_s`. If `until_s` is 0, only ask when the lease ends
+    (`hicache.storage.base.Leases`)."""
 
     ticket: int
     key: bytes
@@ -84,8 +88,8 @@ class LeaseJob:
 
 @dataclass(frozen=True)
 class LeaseDone:
-    """Answer to a `LeaseJob`. `has_begun`: the client has the lease. `until_s`: the end of the lease in seconds since
-    1970, also of another machine's; 0 if there is none, the store has no leases or fails."""
+    """Answer to a `LeaseJob`. `has_begun`: the client has the lease. `until_s`: the end of the lease of this or another
+    machine, in seconds since 1970. 0 if no machine has the lease, or if the store does not support leases or fails."""
 
     ticket: int
     has_begun: bool = False
@@ -95,8 +99,8 @@ class LeaseDone:
 
 @dataclass(frozen=True)
 class FindDone:
-    """Answer to a `FindJob`. `num_pages`: number of `keys` without a gap. `others[i]`: whether the store has that key.
-    `answered`: False if the store was not asked or failed."""
+    """Answer to a `FindJob`. `num_pages`: number of pages of `keys` before the first missing page. `others[i]`: whether
+    the store has page i of the job's `others`. `answered`: False if the store was not asked or failed."""
 
     ticket: int
     num_pages: int
@@ -107,7 +111,7 @@ class FindDone:
 
 @dataclass(frozen=True)
 class ReadJob:
-    """Read `keys` into `pages`. `batch` numbers the jobs of a ticket.
+    """Read the pages of `keys` into `pages`. `batch`: the number of this job among the jobs of its ticket.
 
     The store stops reading when `cancelled` is set or the client's clock has reached `deadline_s`.
     """
@@ -123,8 +127,8 @@ class ReadJob:
 
 @dataclass(frozen=True)
 class ReadDone:
-    """Answer to a `ReadJob`. `ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, were
-    requested from the store; `seconds`: duration of that, on the store's clock."""
+    """Answer to a `ReadJob`. `ok[i]`: page i holds verified bytes. `asked`: number of pages that were requested from
+    the store, from the first page on. `seconds`: duration of these requests, on the store's clock."""
 
     ticket: int
     batch: int
@@ -135,8 +139,8 @@ class ReadDone:
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Store `pages` under `keys`. `is_costly`: their prompt takes longer than a second to compute, so that they are
-    worth a copy in a remote store before a request uses them."""
+    """Store `pages` under `keys`. `is_costly`: computing the prompt of these pages takes longer than a second, so the
+    pages are copied to a remote store even before a second request uses them."""
 
     ticket: int
     keys: tuple[bytes, ...]
@@ -148,8 +152,8 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class ValueJob:
-    """Store `values` of another store of this process under `keys`, after the writes of clients. Only threads of the
-    process submit it."""
+    """Store `values`, which another store of this process returned, under `keys`. Runs after the writes of clients.
+    Only threads of the store process submit this job."""
 
     keys: tuple[bytes, ...]
     values: tuple[bytes | memoryview, ...]
@@ -165,8 +169,9 @@ class ValueJob:
 
 @dataclass(frozen=True)
 class RemoveJob:
-    """Remove `keys`, or all pages of the store if None, in order with the writes before and after. The answer is a
-    `WriteDone`: `ok[i]` if page i was present and is removed; one `ok` for all pages if `keys` is None."""
+    """Remove the pages of `keys`; if `keys` is None, remove all pages of the store. Writes and removes run in the order
+    of submission. The answer is a `WriteDone`: `ok[i]` says whether page i was present and is removed. If `keys` is
+    None, `ok` has one item for all pages."""
 
     ticket: int
     keys: tuple[bytes, ...] | None
@@ -177,12 +182,12 @@ class RemoveJob:
 
 @dataclass(frozen=True)
 class WriteDone:
-    """Answer to a `WriteJob` or `RemoveJob`. `ok[i]`: page i is in the store, as durable as configured. `seconds`: the
-    job's share, by pages, of the time to write its group, on the store's clock. `num_new`: pages that were absent
-    before; all pages if the store does not count puts.
+    """Answer to a `WriteJob` or `RemoveJob`. `ok[i]`: page i is in the store, as durable as configured. `seconds`: time
+    to write the group of the job, on the store's clock, multiplied by the job's share of the group's pages. `num_new`:
+    number of pages that were absent before; all pages if the store does not count puts.
 
-    `removed`: keys of pages that the store removed before it stored these; the first answer of a group has all of them.
-    `why`: the fault of the store if it did not store all pages, "" without a fault."""
+    `removed`: keys of pages that the store removed since the last answer to a write; the first answer of a group has
+    all these keys. `why`: the fault of the store if it did not store all pages, "" without a fault."""
 
     ticket: int
     ok: tuple[bool, ...]
@@ -195,7 +200,8 @@ class WriteDone:
 
 @dataclass(frozen=True)
 class Stalled:
-    """A thread has worked on this job for longer than `io_timeout_s`. Its answer may arrive late or never."""
+    """A thread has worked on this job for longer than `io_timeout_s`. The answer to a stalled job may arrive late or
+    never."""
 
     ticket: int
     batch: int

@@ -1,8 +1,10 @@
-"""The loop of a store process: it passes jobs of clients from sockets to the threads of stores, and outcomes back.
+"""The loop of a store process. The loop passes jobs from the sockets of clients to the threads of stores, and outcomes
+back to the clients.
 
 One thread runs the loop and owns every connection (`session`). The threads of a store pass outcomes to `Session.post`,
-which wakes the loop. Opening or closing a store may take long, so each runs in a new thread. Without jobs the loop
-sleeps. Otherwise it checks for stalled threads every `LOOK_S` seconds, and sends clients the frame ALIVE.
+which wakes the loop. Opening or closing a store may take long, so the loop starts a new thread for each. Without jobs
+the loop sleeps. While there are jobs, the loop checks for stalled threads every `LOOK_S` seconds, and sends clients the
+frame ALIVE.
 
 The same loop runs in a separate process (`__main__`) or in a thread of the client's process
 (`transports.InlineServer`), with the same frames.
@@ -31,10 +33,11 @@ _CREDENTIALS = struct.Struct("iII")  # process, user and group of a client
 
 
 class Server:
-    """Serves `stores` to clients passed to `add` or accepted by `listener`. `run` returns after `stop`, or, without a
-    listener, when the last client has disconnected. `same_process`: clients may name pages by their addresses.
+    """Serves `stores` to clients passed to `add` or accepted by `listener`. `run` returns after `stop`. Without a
+    listener, `run` also returns when no client keeps the process (`Session.keeps_process`). `same_process`: clients are
+    in this process, and name pages by their addresses; `run` returns only when the last client has disconnected.
 
-    An invalid frame, or an error of a store caused by a client, ends the connection of this client and no other.
+    An invalid frame, or an error of a store that a client caused, ends only the connection of this client.
     """
 
     def __init__(
@@ -60,12 +63,13 @@ class Server:
             listener.setblocking(False)
             self._resume_accepting(listener)
 
-    def add(self, connected: socket.socket) -> None:
-        """Serve a connected client. Call it before `run`, or on the loop's thread."""
-        self._clients.add(Session(self, connected))
+    def add(self, connected: socket.socket, *, is_joined: bool = False) -> None:
+        """Serve a connected client. `is_joined`: another client has sent the socket of this client. Call this method
+        before `run`, or on the loop's thread."""
+        self._clients.add(Session(self, connected, is_joined=is_joined))
 
     def call(self, do: Callable[[], None]) -> None:
-        """Schedule `do`, which must not raise, on the loop's thread. Any thread may call this method."""
+        """Run `do` on the loop's thread soon. `do` must not raise. Any thread may call this method."""
         self._calls.append(do)
         if not self._is_awake:
             self._is_awake = True
@@ -73,26 +77,27 @@ class Server:
                 self._wakes.send(b"\0")
 
     def call_later(self, do: Callable[[], None], why: str) -> None:
-        """Retry `do` at the next check, because the machine lacks resources now. On the loop's thread."""
+        """Run `do` at the next check, because the machine lacks resources now. Call this method on the loop's
+        thread."""
         self._later.append(do)
         if why != self._why_later:
             log.warning("%s; it is tried again", why)
             self._why_later = why
 
     def end_clients(self, why: str) -> None:
-        """After the engine ended: accept all jobs that each client has sent, then end its session. On the loop's
-        thread."""
+        """Accept all jobs that each client has sent, then end the session of the client. Called on the loop's thread
+        after the engine has ended."""
         for client in list(self._clients):
             client.drain(why)
 
     def stop(self) -> None:
-        """End `run`, in a process that ends right after: a connection with jobs in flight ends with the process. Any
-        thread may use it."""
+        """Make `run` return. The process must end directly afterwards, because connections with jobs in flight stay
+        open until the process ends. Any thread may call this method."""
         self.call(self._stop)
 
     def run(self) -> None:
         try:
-            while not self._stopped and (self._listener is not None or self._clients):
+            while not self._stopped and (self._listener is not None or self._keeps_process()):
                 self._step()
         finally:
             for client in list(self._clients):
@@ -100,6 +105,9 @@ class Server:
             for part in (self._woken, self._wakes, self._listener, self.selector):
                 if part is not None:
                     part.close()
+
+    def _keeps_process(self) -> bool:
+        return any(self.same_process or client.keeps_process for client in self._clients)
 
     def _step(self) -> None:
         """Handle ready sockets and calls once. A separate function, so that no local variable keeps a disconnected
@@ -118,7 +126,8 @@ class Server:
             self.look()
 
     def look(self) -> None:
-        """Announce stalled threads, send clients ALIVE, and retry the calls of `call_later`. On the loop's thread."""
+        """Announce stalled threads, send ALIVE to all clients, and run the functions of `call_later`. Called on the
+        loop's thread."""
         for client in list(self._clients):
             client.look()
         waiting, self._later = self._later, []
@@ -135,7 +144,7 @@ class Server:
         the log."""
         self._num_left += 1
         level = logging.WARNING if self._num_left.bit_count() == 1 else logging.DEBUG
-        log.log(level, "a client of the store process is left: %s (%d so far)", error, self._num_left)
+        log.log(level, "a client of the store process is disconnected: %s (%d so far)", error, self._num_left)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -150,8 +159,8 @@ class Server:
             self._is_accepting = True
 
     def _accept(self, _events: int = 0) -> None:
-        """Accept a waiting client. Without free descriptors, stop accepting until the next check: the listener stays
-        readable, so the loop would otherwise spin."""
+        """Accept a waiting client. If the process has no free descriptor, stop accepting until the next check.
+        Otherwise the loop would spin, because the listener stays readable."""
         listener = self._listener
         assert listener is not None
         try:
@@ -168,7 +177,7 @@ class Server:
         self._resume_accepting(listener)
         try:
             if (uid := user_of(connected)) != os.getuid():
-                raise StoreError(f"this store serves user {os.getuid()} alone, and it is of user {uid}")
+                raise StoreError(f"this store serves only user {os.getuid()}, and the client runs as user {uid}")
             self.add(connected)
         except (OSError, StoreError) as error:
             self.log_left(error)
@@ -177,12 +186,12 @@ class Server:
 
 def user_of(connected: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket. Raises StoreError if the kernel does not
-    report it."""
+    report the user id."""
     try:
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError as error:
         raise StoreError(
-            f"the kernel does not tell whose process is at a socket (SO_PEERCRED: {error.strerror}), so no store is "
+            f"the kernel does not report the user of a client (SO_PEERCRED: {error.strerror}), so no store is "
             "served here; give each engine a directory of its own"
         ) from error
     return int(_CREDENTIALS.unpack(credentials)[1])

@@ -1,10 +1,11 @@
-"""The threads of one store, for all its clients: one writes, several read, and one only answers finds.
+"""The threads of one store, which serve all clients of the store. One thread writes, several threads read, and one
+thread only answers finds.
 
-The serving thread puts frozen jobs on bounded queues; the thread that runs a job passes its outcome to the job's
-`reply`. Finds precede reads, and reads that a request waits for precede background reads. A find never waits for a
-read: readers are busy for tenths of a second, and a server that waits for the answer would delay a prompt. Writes that
-are queued at the same time are merged into one `put`. Every error of a store becomes a miss or a failed write. A store
-that fails or stalls is not used until the backoff is over (see `health`).
+The serving thread puts frozen jobs on queues. The thread that runs a job passes the outcome to the job's `reply`. Finds
+precede reads, and reads for which a request waits precede background reads. A find never waits for a read, because a
+read takes tenths of a second, and a scheduler that waits for the find would delay a prompt. Writes that are queued at
+the same time are merged into one `put`. Every error of a store becomes a miss or a failed write. A store that fails or
+stalls is not used until the backoff is over (see `health`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ from hicache.storage.process.shared_memory import BACKUP_NUMBERS
 
 log = logging.getLogger(__name__)
 
-# maximum time for which a write waits for reads, and the interval of its checks
+# Names of the threads that open or close a store.
+OPENS = "hicache-store-open"
+CLOSES_DISK, CLOSES_REMOTE = "hicache-store-close", "hicache-remote-close"
+
+# maximum time for which a write waits until no read is queued, and interval between two checks
 _MAX_YIELD_S, _CHECK_INTERVAL_S = 0.1, 0.002
 _LAST_FIND = ReadClass.BACKGROUND_FIND
 _IDLE_S = 10.0  # time without writes after which the writer checks whether other stores need disk space
@@ -65,7 +70,8 @@ _MAX_FILL_BYTES = 256 << 20  # values from a remote store that wait for the writ
 
 
 class Copies(Protocol):
-    """The copies of a store's pages in a remote store, as `StoreService` uses them (`replicator.Replicator`)."""
+    """The methods of `replicator.Replicator` that `StoreService` calls. A replicator copies pages of a store to a
+    remote store."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -84,13 +90,14 @@ class Copies(Protocol):
 
 
 class StoreService:
-    """Owns the threads of a store. The serving thread calls all methods except `close`, and none of them waits for I/O,
-    which only the worker threads do.
+    """Owns the threads of a store. The serving thread calls all methods except `close`. The serving thread never waits
+    for I/O; only the worker threads do I/O.
 
-    `owns_store`: `close` also closes the store; otherwise `close` syncs it, and it stays open for its owner. `clock`:
-    seconds; the jobs' deadlines are times of this clock. `removed`: list to which the store appends, during calls of
-    the writer, the keys of pages that it removes; None if no client wants them. `copies`: set once, before the first
-    job, if pages are copied to a remote store. `has_remote`: whether clients can open that remote store.
+    `owns_store`: if True, `close` also closes the store. If `owns_store` is False, `close` syncs the store, and the
+    store stays open for its owner. `clock`: returns seconds; the deadlines of jobs are times of this clock. `removed`:
+    list to which the store appends the keys of pages that it removes during calls of the writer; None if no client
+    needs these keys. `copies`: set once, before the first job, if pages are copied to a remote store. `has_remote`:
+    whether clients can open this remote store.
     """
 
     def __init__(
@@ -125,13 +132,13 @@ class StoreService:
             self.reads.start(settings.readers, self._read_loop)
             self.reads.start(1, self._find_loop, _LAST_FIND)
             self.writes.start(1, self._write_loop)
-        except BaseException:  # raised if the machine has no thread left
+        except BaseException:  # raised if the system cannot start another thread
             self.writes.stop()
             self.reads.stop()
             raise
 
     def ask(self, job: Question, reply: Callable[[Any], None]) -> None:
-        """Queue a question of a client."""
+        """Queue a find, a read or a lease of a client."""
         if not self._settings.detaches_reads or not isinstance(job, ReadJob):
             self.reads.submit(job, reply)
             return
@@ -177,6 +184,10 @@ class StoreService:
         return self.store if isinstance(self.store, DiskPages) else None
 
     @property
+    def is_on_disk(self) -> bool:
+        return self._disk_pages is not None
+
+    @property
     def page_sizes(self) -> tuple[int, ...]:
         return self.store.page_sizes
 
@@ -195,7 +206,7 @@ class StoreService:
 
     @property
     def note(self) -> bytes:
-        """Return the bytes that clients store with the pages; b"" if the store cannot store them."""
+        """Return the note, which are bytes that a client stored in the index; b"" if the store has no notes."""
         return b"" if (disk := self._disk_pages) is None else disk.note
 
     @note.setter
@@ -223,8 +234,9 @@ class StoreService:
         return {"reads": self.reads.numbers(), "writes": self.writes.numbers(), "backup": backup}
 
     def fill(self, key: bytes, value: memoryview) -> None:
-        """Store a value that a read of the remote store returned, after the writes of clients. It is dropped, and
-        counted, while the writer refuses writes or too many values wait. Any thread; does not block."""
+        """Queue a value that a read of the remote store returned, to be stored after the writes of clients. If the
+        writer refuses writes, or too many values wait, the value is dropped and counted. Any thread may call this
+        method. Does not block."""
         with self._fill_lock:
             if self.writes.refuses() or self._fill_bytes + len(value) > _MAX_FILL_BYTES:
                 self._num_unfilled += 1
@@ -242,7 +254,7 @@ class StoreService:
                 self._num_unfilled += outcome.ok.count(False)
 
     def close(self) -> None:
-        """Finish the queued jobs, end the threads, and close or sync the store; blocks while the disk stalls. Must not
+        """Finish the queued jobs, end the threads, and close or sync the store. Blocks while the disk stalls. Must not
         be called on the serving thread. Raises the error of closing the store."""
         if self._owns_store and (disk := self._disk_pages) is not None:
             disk.announce_close()
@@ -258,8 +270,8 @@ class StoreService:
     # Methods that run on the worker threads
 
     def _read_loop(self, watchdog: Watchdog[_Read]) -> None:
-        """Run reads until the queue is stopped. The jobs are local to `_do_read`: a waiting thread must not refer to
-        one, because its pages would keep the memory of a disconnected engine mapped."""
+        """Run reads until the queue is stopped. A job is a local variable of `_do_read`, so that a waiting thread
+        refers to no job: the pages of the job would keep the memory of a disconnected engine mapped."""
         while self._do_read(watchdog):
             continue
 
@@ -318,7 +330,8 @@ class StoreService:
         return True
 
     def _keep_budget(self, watchdog: Watchdog[_Write]) -> None:
-        """Evict pages above the store's share of the budget; `put` does this too, but only if there is a write."""
+        """Evict pages until the store is within its share of the budget. `put` does this too, but an idle store has no
+        `put`."""
         disk, token = self._disk_pages, self.writes.breaker.admit(can_probe=False)
         if token is not None and disk is not None:
             watchdog.begin([], token)
@@ -329,7 +342,7 @@ class StoreService:
             watchdog.end()
 
     def _yield_to_reads(self) -> None:
-        """Delay writes while reads are queued, because requests wait for reads; at most `_MAX_YIELD_S`, so that writes
+        """Wait while reads are queued, because requests wait for reads. Wait at most `_MAX_YIELD_S`, so that writes
         progress too."""
         until_s = time.monotonic() + _MAX_YIELD_S
         while len(self.reads) and time.monotonic() < until_s:
@@ -366,7 +379,8 @@ class StoreService:
         return FindDone(job.ticket, num_pages, answered, tuple(others), job.batch)
 
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
-        """Read in parts until the job is void or a page is missing: pages after a gap would be useless."""
+        """Read pages in parts until the job is void or a page is missing, because pages after a missing page are
+        useless."""
         ok: list[bool] = []
         begin_s, part_pages = self.clock(), 1
         if job.pages:
@@ -416,10 +430,10 @@ class StoreService:
 
     def _require_writable(self, token: BreakerToken) -> None:
         if token.is_probe and not self.store.reopen():
-            raise StoreError("the store still takes no writes")
+            raise StoreError("the store is still not writable")
 
     def _write(self, jobs: list[WriteJob], token: BreakerToken) -> list[WriteDone]:
-        """Write the pages of all jobs in one `put`; returns one answer for each job."""
+        """Write the pages of all jobs in one `put`. Returns one answer for each job."""
         items = [item for job in jobs for item in zip(job.keys, job.pages, strict=True)]
         lag = self.writes.fullness(self._settings.full_bytes)
 
@@ -455,8 +469,8 @@ class StoreService:
         return answers
 
     def _put_values(self, jobs: list[ValueJob], token: BreakerToken) -> list[WriteDone]:
-        """Store the values of all jobs in one call; returns one answer for each job. The next answer to a client's
-        write has the keys of pages that this removes."""
+        """Store the values of all jobs in one call. Returns one answer for each job. If the store removes pages in this
+        call, the next answer to a client's write has the keys of these pages."""
         items = [item for job in jobs for item in zip(job.keys, job.values, strict=True)]
 
         def put() -> list[bool]:
@@ -470,8 +484,9 @@ class StoreService:
         self, call: Callable[[], list[bool]], token: BreakerToken, until_s: float = math.inf, *, proves: bool = True
     ) -> tuple[list[bool], bool]:
         """Call the store and report the outcome to the breaker. Returns the answers ([] if the store raised) and
-        whether they are valid. A store that cannot read answers with misses; its count of read errors in this thread
-        tells them from absent pages. A call with a hit that ends after `until_s` was slow, which is no fault."""
+        whether they are valid. A store that cannot read returns misses. If its count of read errors in this thread
+        grows, the misses are failures and not absent pages. A call that ends after `until_s` with at least one hit was
+        slow, but not at fault."""
         ok, fault = _answer(
             call, self.store.thread_read_errors, lambda fails: _Fault("the store cannot be read") if fails else None
         )
@@ -482,12 +497,12 @@ class StoreService:
 
     def _ask_to_write(self, call: Callable[[], list[bool]], token: BreakerToken) -> list[bool]:
         """Call the store and report the outcome to the breaker. Returns the answers, [] if the store raised. The count
-        of write errors tells a failing store from a full one."""
+        of write errors shows whether the store failed or is only full."""
 
         def fault_of(fails: bool) -> _Fault | None:
             if self.stats().read_only:
                 return _Fault("the store is read-only; free space on its disk", lasting=True)
-            return _Fault("the store did not take pages") if fails else None
+            return _Fault("the store did not store all pages") if fails else None
 
         ok, fault = _answer(call, lambda: self.stats().write_errors, fault_of)
         _update_breaker(self.writes.breaker, token, fault)
@@ -497,8 +512,8 @@ class StoreService:
 def _answer(
     call: Callable[[], list[bool]], num_errors: Callable[[], int], fault_of: Callable[[bool], _Fault | None]
 ) -> tuple[list[bool], _Fault | None]:
-    """Call the store. Returns the answers ([] if the store raised) and the fault. `fault_of(has_errors)` returns the
-    fault if an answer is False; `has_errors` says whether the store counted an error during the call."""
+    """Call the store. Returns the answers ([] if the store raised) and the fault. If an answer is False,
+    `fault_of(has_errors)` returns the fault; `has_errors` says whether the store counted an error during the call."""
     try:
         before = num_errors()
         ok = call()
@@ -511,7 +526,8 @@ def _answer(
 
 
 def _update_breaker(breaker: Breaker, token: BreakerToken, fault: _Fault | None, *, proves: bool = True) -> None:
-    """Report the outcome of a call to the breaker. `proves`: whether success shows that the store works."""
+    """Report the outcome of a call to the breaker. `proves`: whether a success of this call shows that the store
+    works."""
     if fault is not None:
         breaker.failed(token, fault.why, at_once=fault.lasting)
     elif proves:

@@ -1,7 +1,7 @@
-"""One client of a store process: its frames, its shared memory, and the answers to it.
+"""One client of a store process: the frames of the client, its shared memory, and the answers to its jobs.
 
-Everything except `post` runs on the loop's thread (`server`). Received bytes and descriptors are not trusted: an error
-that they cause ends this session and no other.
+All methods except `post` run on the loop's thread (`server`). Received bytes and descriptors are not trusted. An
+invalid frame or descriptor ends only this session.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hicache.storage.process.frames import (
     Pages,
 )
 from hicache.storage.process.jobs import Job, PageBytes, Question, ReadJob, Stalled
-from hicache.storage.process.service import StoreService
+from hicache.storage.process.service import CLOSES_DISK, CLOSES_REMOTE, OPENS, StoreService
 from hicache.storage.process.shared_memory import ClientMemory, StatusWriter, page_at
 from hicache.storage.process.stores import OpenStores
 
@@ -54,7 +54,7 @@ class Loop(Protocol):
 
     def call_later(self, do: Callable[[], None], why: str) -> None: ...
 
-    def add(self, connected: socket.socket) -> None: ...
+    def add(self, connected: socket.socket, *, is_joined: bool = False) -> None: ...
 
     def forget(self, client: Session) -> None: ...
 
@@ -63,12 +63,13 @@ class Loop(Protocol):
 
 class Session(Connection):
     """The session of one client. The client's memory stays mapped until the session has ended and its last job is
-    answered."""
+    answered. `is_joined`: another client has sent the socket of this client."""
 
-    def __init__(self, server: Loop, connected: socket.socket) -> None:
+    def __init__(self, server: Loop, connected: socket.socket, *, is_joined: bool = False) -> None:
         super().__init__(connected)
         self._read = self._read_with_descriptors
         self._server = server
+        self._is_joined = is_joined
         self._descriptors = deque[int]()  # descriptors that were received but not yet used by a frame
         self._memories: dict[int, ClientMemory] = {}
         self._status: StatusWriter | None = None
@@ -83,18 +84,24 @@ class Session(Connection):
         server.selector.register(connected, selectors.EVENT_READ, lambda events: self._try(self._on_ready, events))
 
     @property
+    def keeps_process(self) -> bool:
+        """Return whether the process must not end yet because of this session. A joined client does not keep the
+        process, because a call to its remote store may hang."""
+        return not self._is_joined
+
+    @property
     def is_busy(self) -> bool:
         """Return whether the loop has to call `look` regularly."""
         is_asking = self._status is None or self._is_opening
         return self._num_jobs > 0 or is_asking or (self._service is not None and self._has_changes(self._service))
 
     def _has_changes(self, service: StoreService) -> bool:
-        """Whether the numbers of the store may change, or the client has not got them yet. A thread may return, and a
-        copy may end, without an answer to the client."""
+        """Return whether the numbers of the store may change, or differ from the numbers that the client has. When a
+        stalled thread returns or a copy ends, the numbers change without an answer to the client."""
         return service.is_busy or service.numbers() != self._noted
 
     def post(self, is_write: bool, done: Outcome) -> None:
-        """Queue an outcome for the client; called by the thread that ran the job."""
+        """Queue an outcome for the client. The thread that ran the job calls this method."""
         self._outcomes.append((done, is_write))
         self._call(self._deliver)
 
@@ -105,9 +112,9 @@ class Session(Connection):
         if self._service is not None:
             self._service.look()
             self._deliver()
-            self._note_status(self._service)  # copies progress without jobs of this client
+            self._note_status(self._service)  # copies change the numbers without jobs of this client
         if self._status is None and time.monotonic() > self._open_until_s:
-            self.end("it has asked for no store")
+            self.end("it has not requested a store")
         self._send(frames.frame(Kind.ALIVE))
 
     def drain(self, why: str) -> None:
@@ -117,24 +124,24 @@ class Session(Connection):
         self.end(why)
 
     def end(self, why: str) -> None:
-        """Stop reading from the client: cancel its reads, but still run its writes."""
+        """Stop reading from the client, and cancel its reads. Queued writes still run."""
         if self._ended:
             return
         self._ended = True
-        log.debug("a client leaves: %s", why)
+        log.debug("the session of a client ends: %s", why)
         for cancelled in self._cancels.values():
             cancelled.set()
         self._server.selector.unregister(self.socket)
         while self._descriptors:
             os.close(self._descriptors.popleft())
         if self._service is not None:
-            self._aside("close", partial(self._release, self._service))
+            self._close(self._service, partial(self._release, self._service))
         self._leave()
 
     def _leave(self) -> None:
-        """Close the connection once the session has ended and no thread uses the client's memory: to the client, the
-        closed connection means exactly that. A store that is still being opened keeps the session, which must close
-        it."""
+        """Close the connection if the session has ended and no thread uses the client's memory. A closed connection
+        tells the client that its memory is no longer used. If a store is still being opened, the server keeps the
+        session, because the session must close this store."""
         if self._ended and not self._num_jobs:
             self.close()
             for memory in self._memories.values():
@@ -152,7 +159,7 @@ class Session(Connection):
             log.exception("a store could not be closed")
 
     def _try(self, do: Callable[..., None], *arguments: object) -> None:
-        """Call `do`; an error ends this session and no other."""
+        """Call `do`. If `do` raises, end only this session."""
         try:
             do(*arguments)
         except ConnectionEnded as ended:
@@ -161,13 +168,13 @@ class Session(Connection):
             self._server.log_left(error)
             self.end(str(error))
         except Exception as error:
-            log.exception("a client of the store process is left for an unexpected error")
+            log.exception("a client of the store process is disconnected after an unexpected error")
             self.end(repr(error))
         if self._ended:
             self._leave()
 
     def _call(self, do: Callable[..., None], *arguments: object) -> None:
-        """Schedule `do` on the loop's thread; any thread may call this."""
+        """Run `do` on the loop's thread soon. Any thread may call this method."""
         self._server.call(partial(self._try, do, *arguments))
 
     # Frames from the client
@@ -210,11 +217,21 @@ class Session(Connection):
         elif kind is Kind.OPEN:
             self._open(body.json())
         elif kind is Kind.JOIN:
-            self._server.add(socket.socket(fileno=self._descriptor()))
+            self._join()
         elif self._service is None:
             raise FrameError("a job for a store that is not open")
         else:
             self._ask(kind, body, self._service)
+
+    def _join(self) -> None:
+        """Serve the new client whose socket this client has sent."""
+        descriptor = self._descriptor()
+        try:
+            connected = socket.socket(fileno=descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._server.add(connected, is_joined=True)
 
     def _share(self, number: int, num_bytes: int) -> None:
         descriptor = self._descriptor()
@@ -242,7 +259,7 @@ class Session(Connection):
                 service.drop_cancelled()
         elif kind is Kind.CLOSE:
             self._service = None
-            self._aside("close", partial(self._attempt, partial(self._server.stores.release, service), self._closed))
+            self._close(service, partial(self._attempt, partial(self._server.stores.release, service), self._closed))
         else:
             raise FrameError(f"a client does not send {kind.name}")
 
@@ -276,15 +293,22 @@ class Session(Connection):
             raise FrameError(f"this store process speaks version {frames.VERSION} of its frames")
         self._status = StatusWriter(self._descriptor())
         self._is_opening = True
-        self._aside("open", partial(self._attempt, partial(self._server.stores.acquire, request), self._opened))
+        opening = partial(self._attempt, partial(self._server.stores.acquire, request), self._opened)
+        self._aside("open", opening, OPENS)
 
-    def _aside(self, what: str, do: Callable[[], None]) -> None:
-        """Run `do` in a new thread. A store process does not exit before this thread has ended, so closing a store
-        completes even if the engine has ended. In an engine's process it is a daemon thread, like the loop's thread."""
+    def _close(self, service: StoreService, close: Callable[[], None]) -> None:
+        self._aside("close", close, CLOSES_DISK if service.is_on_disk else CLOSES_REMOTE)
+
+    def _aside(self, what: str, do: Callable[[], None], name: str) -> None:
+        """Run `do` in a new thread. A store process exits only after this thread has ended, so closing a store
+        completes even if the engine has ended. But a store process waits for threads that open stores or close
+        remote stores for a limited time. In an engine's process the new thread is a daemon thread, as the loop's thread
+        is."""
         try:
-            threading.Thread(target=do, name=f"hicache-store-{what}").start()
+            threading.Thread(target=do, name=name).start()
         except RuntimeError as error:
-            self._server.call_later(partial(self._aside, what, do), f"a store cannot {what}: {error}; raise ulimit -u")
+            again = partial(self._aside, what, do, name)
+            self._server.call_later(again, f"a store cannot {what}: {error}; raise ulimit -u")
 
     def _attempt(self, do: Callable[[], T], then: Callable[[T], None]) -> None:
         try:
@@ -298,7 +322,7 @@ class Session(Connection):
     def _opened(self, service: StoreService) -> None:
         self._is_opening = False
         if self._ended:
-            self._aside("close", partial(self._release, service))
+            self._close(service, partial(self._release, service))
             self._leave()
             return
         self._service = service
@@ -309,11 +333,12 @@ class Session(Connection):
 
     @staticmethod
     def _register(service: StoreService, memory: PageBuffer) -> None:
-        """Announce a client's memory to the store. Without it, the store copies through its own memory."""
+        """Register a client's memory with the store. If the store cannot register the memory, it copies pages through
+        its own memory."""
         try:
             service.store.register_memory(memory)
         except Exception:
-            log.warning("the store takes no shared memory, and will copy", exc_info=True)
+            log.warning("the store cannot register shared memory, and copies pages", exc_info=True)
 
     def _closed(self, _: None) -> None:
         self._deliver()
@@ -332,7 +357,7 @@ class Session(Connection):
         if self._service is not None:
             self._note_status(
                 self._service
-            )  # written before the answers are sent: a client with an answer must see numbers that include it
+            )  # written before the answers are sent, so that the numbers which a client sees include each answered job
             why = self._service.writes.breaker.why
         for done, is_write in outcomes:
             if not isinstance(done, Stalled):
@@ -352,7 +377,7 @@ class Session(Connection):
             return
         try:
             self.send(data)
-        except ConnectionEnded:  # the client has disconnected, but jobs that it sent before must still run
+        except ConnectionEnded:  # jobs that the client sent before it disconnected must still run
             self._receive_all()
             raise
         if len(self.unsent) > _MAX_UNSENT_BYTES:

@@ -16,10 +16,10 @@ _MAX_READERS, _MAX_COUNT = 1024, 1 << 62
 class ServiceSettings:
     """Settings of the threads of one store. `readers`: number of threads that read. `queue_jobs`: maximum number of
     queued reads, and of queued writes. `full_bytes`: bytes of queued writes that count as a full queue. `part_bytes`:
-    bytes of pages in one call to the store; between calls a reader checks whether the job was cancelled; a larger page
-    is read alone. `yields_to_reads`: writes wait while reads are queued. `detaches_reads`: pages are read to memory of
-    the store process first, so that a read that is cancelled or stalls is answered at once. `name`: the tier, in logs
-    and thread names.
+    maximum bytes of pages that one call to the store reads; a larger page is read alone. Between calls a reader checks
+    whether the job was cancelled. `yields_to_reads`: writes wait while reads are queued. `detaches_reads`: pages are
+    read into memory of the store process first, so that a read that is cancelled or stalls is answered immediately.
+    `name`: the tier, in logs and thread names.
     """
 
     readers: int = 4
@@ -33,10 +33,10 @@ class ServiceSettings:
 
     @classmethod
     def of_remote(cls, url: str, **more: Any) -> ServiceSettings:
-        """Settings for a store on other machines. A batch of Mooncake's library uses the full rate of the link; several
-        calls hide the latency of other stores."""
+        """Return settings for a store on other machines. One call of Mooncake's library uses the full rate of the link,
+        so one reader is enough. For other stores, several readers hide the latency."""
         readers = 1 if url.strip().lower().startswith("mooncake://") else 4
-        # A short backoff, so that a restarted server is soon used again.
+        # The backoff is short, so that a restarted server is used again soon.
         limits = Limits(io_timeout_s=2.0, max_reopen_backoff_s=30.0, close_s=2.0)
         chosen = {"readers": readers, "part_bytes": 64 << 20, "yields_to_reads": True, "detaches_reads": True}
         return cls(**{**chosen, "name": "remote", "limits": limits, **more})
@@ -55,9 +55,9 @@ class ServiceSettings:
 @dataclass(frozen=True)
 class RemoteSettings:
     """The remote store of a process. `url`: see `hicache.storage.urls`; "" for none. `backup`: the pages that are
-    copied to it: "all", "none", or "used": pages that a request used after they were computed, and pages whose
-    `WriteJob` is `is_costly`. `max_queued_pages`, `max_queued_bytes`: pages beyond these limits are dropped, and
-    counted."""
+    copied to the remote store: "all", "none" or "used". "used" means pages that a request used after they were
+    computed, and pages whose `WriteJob` is `is_costly`. `max_queued_pages`, `max_queued_bytes`: limits of the queue of
+    copies; pages beyond these limits are not copied, and are counted as dropped."""
 
     url: str = ""
     backup: Backup = "used"

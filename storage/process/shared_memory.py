@@ -1,8 +1,8 @@
 """Memory that a client shares with its store process: pages and their locations, and the status of the process.
 
-The status is one memory page of numbers, which only the process writes. So `stats` of a client neither sends a frame
-nor waits, and the process counts a job before it sends its answer. Each number is a float64, written atomically:
-integers are exact up to 2^53.
+The status is one memory page of numbers, which only the store process writes. So `stats` of a client neither sends a
+frame nor waits. The process updates the status before it sends the answer to a job. Each number is a float64, written
+atomically, so integers are exact up to 2^53.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hicache.storage.process.jobs import PageBytes, PageRows
 
 _STATS = tuple(field.name for field in dataclasses.fields(StoreStats))
 QUEUE_NUMBERS = ("state", "opens", "failures", "refused_jobs", "stalled_jobs", "queued_jobs", "queued_bytes")
-# Pages that a replicator copies to a remote store, the state of the breaker of writes there, and pages read from a
-# remote store that the local one stored, or did not.
+# Numbers of the copies to a remote store, and the state of the breaker for writes to the remote store. The last two
+# numbers count pages read from a remote store that the local store stored, or did not store.
 BACKUP_NUMBERS = (
     "queued_pages", "queued_bytes", "sent_pages", "sent_bytes", "dropped_pages", "failed_pages", "state",
     "filled_pages", "unfilled_pages",
@@ -49,7 +49,8 @@ _ROWS = attrgetter("rows")
 
 
 class SharedMemories:
-    """A client's shared memories, numbered from 1. `same_process`: pages are named by address and may lie anywhere."""
+    """The memories that a client shares, numbered from 1. `same_process`: the server is in this process, so pages are
+    named by address and may lie in any memory."""
 
     def __init__(self, same_process: bool) -> None:
         self._same_process = same_process
@@ -63,15 +64,16 @@ class SharedMemories:
         self._memories.append((descriptor, _address(memory), memory.nbytes))
 
     def send(self, connection: Connection, number: int) -> None:
-        """Send the memory `number`, with its descriptor, to the process."""
+        """Send the number, the size and the descriptor of the memory `number` to the process."""
         descriptor, _, num_bytes = self._memories[number - 1]
         connection.send_with(descriptor, frames.memory(number, num_bytes))
 
     def locate(self, groups: Sequence[Sequence[PageBytes]], page_sizes: tuple[int, ...]) -> Pages:
-        """Locations of the pages in `groups`, which are all of one memory if they are `PageRows`, for the process.
+        """Return the locations of the pages in `groups`, to be sent to the process. If the groups are `PageRows`, all
+        have the same memory.
 
-        StoreError unless all pages have the same size, one of `page_sizes`, and lie in one shared memory. `page_sizes`:
-        page sizes of the store in bytes; () allows any."""
+        Raises StoreError unless all pages have the same size, one of `page_sizes`, and lie in one shared memory.
+        `page_sizes`: page sizes of the store in bytes; () allows any size."""
         page_bytes, base, places = 0, 0, list[int]()
         if isinstance(groups[0], PageRows):
             memory = groups[0].memory
@@ -91,11 +93,11 @@ class SharedMemories:
 
 
 class ClientMemory:
-    """Maps the first `num_bytes` of the file of `descriptor`, which a client shares. `data`: the bytes, uint8. Owns the
-    descriptor.
+    """Maps the first `num_bytes` of the file that a client shares. `descriptor`: the descriptor of the file, which this
+    object owns. `data`: the mapped bytes, uint8.
 
-    Touching memory after the end of its file ends a process (SIGBUS). So the file is sealed against shrinking. If the
-    kernel cannot seal it, its length is checked before each job.
+    The kernel kills a process that accesses mapped memory after the end of the file (SIGBUS). So the file is sealed
+    against shrinking. If the kernel cannot seal the file, the length of the file is checked before each job.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
@@ -120,7 +122,7 @@ class ClientMemory:
         """Return views of pages. Raises FrameError if a page ends after the end of the memory."""
         memory, num_bytes = self.data, pages.page_bytes
         if any(offset + num_bytes > len(memory) for offset in pages.offsets):
-            raise FrameError(f"a page ends behind its memory of {len(memory)} bytes")
+            raise FrameError(f"a page ends after the end of its memory of {len(memory)} bytes")
         if not self._is_sealed:
             self._require(len(memory))
         return tuple(memory[offset : offset + num_bytes] for offset in pages.offsets)
@@ -138,8 +140,8 @@ class ClientMemory:
 
 
 def new_memory(name: str, num_bytes: int) -> tuple[int, PageBuffer]:
-    """Allocate memory that another process can map; returns its descriptor, which the caller owns, and the memory.
-    Raises StoreError if none is available."""
+    """Allocate memory that another process can map. Returns the descriptor, which the caller owns, and the memory.
+    Raises StoreError if the memory cannot be allocated."""
     try:
         descriptor = memory_file(name, num_bytes)
         try:
@@ -148,11 +150,12 @@ def new_memory(name: str, num_bytes: int) -> tuple[int, PageBuffer]:
             os.close(descriptor)
             raise
     except OSError as error:
-        raise StoreError(f"no memory to share with a store process: {error}") from error
+        raise StoreError(f"cannot allocate memory to share with a store process: {error}") from error
 
 
 def page_at(address: int, num_bytes: int) -> PageBytes:
-    """Return a view of a page at an address of this process; its owner must keep the memory alive."""
+    """Return a view of a page at an address of this process. The owner of the memory must keep it allocated while the
+    view is used."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
@@ -161,18 +164,18 @@ def _address(memory: PageBytes) -> int:
 
 
 class StatusWriter:
-    """Writes the numbers into the file of a client's `descriptor`, which it owns. It does not map the file: touching a
-    map of a file that was truncated would end the process (SIGBUS)."""
+    """Writes the status into the file of a client. `descriptor`: the descriptor of the file, which this object owns.
+    The file is not mapped, because the kernel kills a process that accesses a mapping of a truncated file (SIGBUS)."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         if os.fstat(descriptor).st_size < mmap.PAGESIZE:
             self.close()
-            raise FrameError("the status of a client is no memory of a page")
+            raise FrameError("the status of a client is smaller than a memory page")
 
     def write(self, stats: StoreStats, failed_touches: int, queues: Mapping[str, tuple[float, ...]]) -> None:
-        """Write all numbers. `queues`: by name, the `QUEUE_NUMBERS`, then the time until which jobs are refused; and as
-        `backup` the `BACKUP_NUMBERS`."""
+        """Write all numbers. `queues`: for "reads" and "writes", the `QUEUE_NUMBERS` and the time until which jobs are
+        refused; for "backup", the `BACKUP_NUMBERS`."""
         of_queues = (*queues["reads"], *queues["writes"], *queues["backup"])
         numbers = [*map(float, dataclasses.astuple(stats)), failed_touches, *of_queues]
         os.pwrite(self._descriptor, array("d", numbers), 0)
@@ -185,8 +188,9 @@ class StatusWriter:
 
 
 class SharedStatus:
-    """Reads the numbers in a client. `descriptor`: of the memory, to be sent to the process, open until `close`; the
-    numbers can be read afterwards too. StoreError if there is no memory to share."""
+    """The status as a client reads it. `descriptor`: the descriptor of the status memory, which the client sends to the
+    process; open until `close`. The numbers can also be read after `close`. Raises StoreError if the memory cannot be
+    allocated."""
 
     def __init__(self) -> None:
         self.descriptor, memory = new_memory("hicache-status", mmap.PAGESIZE)
@@ -201,7 +205,7 @@ class SharedStatus:
         return int(self._numbers[_INDEX["failed_touches"]])
 
     def queue(self, name: str) -> tuple[float, ...]:
-        """The `QUEUE_NUMBERS` of the reads or the writes."""
+        """Return the `QUEUE_NUMBERS` of the queue `name`, "reads" or "writes"."""
         first = _INDEX[f"{name}_{QUEUE_NUMBERS[0]}"]
         return tuple(self._numbers[first : first + len(QUEUE_NUMBERS)].tolist())
 
@@ -212,7 +216,8 @@ class SharedStatus:
         return tuple(self._numbers[first : first + len(BACKUP_NUMBERS)].tolist())
 
     def refuses_until_s(self, name: str) -> float:
-        """Time until which a job would be refused, on the process's clock; 0 if it would not."""
+        """Return the time until which the queue `name` refuses jobs, on the clock of the store process; 0 if it accepts
+        jobs."""
         return float(self._numbers[_INDEX[f"{name}_{_REFUSES_UNTIL}"]])
 
     def close(self) -> None:
@@ -222,5 +227,5 @@ class SharedStatus:
             self.descriptor = -1
 
     def clear(self) -> None:
-        """Set all numbers to 0, because no process writes them any more."""
+        """Set all numbers to 0. Called before a new process writes the status."""
         self._numbers[:] = 0.0

@@ -1,5 +1,5 @@
-"""The stores of one process: opened at a client's request, shared by clients with the same request, and closed when the
-last client disconnects."""
+"""The stores of one process. A client's request opens a store, clients that request the same store share it, and the
+store is closed when its last client disconnects."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _Key: TypeAlias = tuple[str, str]  # URL and name of a store
 @dataclass(frozen=True)
 class StoreRequest:
     """A client's request for a store. `url`: see `hicache.storage.urls`; "" if the process serves its own URL. `key`:
-    the encryption key, b"" without encryption. `reports_removed`: answers to writes name the pages that the store
-    removed. `remote`: the remote store to which pages are copied, unless the process has its own. `opens_remote`: the
-    client asks for that remote store instead of the store of `url`. Pages that it reads from there are stored in the
-    store of `url` too, if a client has that open."""
+    the encryption key, b"" without encryption. `reports_removed`: answers to writes have the keys of the pages that the
+    store removed. `remote`: the remote store to which pages are copied, unless the process was started with a remote
+    store. `opens_remote`: the client requests the remote store instead of the store at `url`. Pages that the client
+    reads from the remote store are also stored in the store at `url`, if a client has the store at `url` open."""
 
     url: str
     identity: Mapping[str, str | int]
@@ -52,7 +52,7 @@ class StoreRequest:
 
     @classmethod
     def unpack(cls, about: dict[str, Any]) -> StoreRequest:
-        """Parse a request. Raises StoreError if it is invalid."""
+        """Parse a request. Raises StoreError if the request is invalid."""
         try:
             formats = [PageFormat(each["page_bytes"], PageFilter(**each["filter"])) for each in about["formats"]]
             settings = about["settings"]
@@ -66,13 +66,14 @@ class StoreRequest:
 
 
 class OpenStores:
-    """The open stores; any thread. `url`: if given, the process serves this URL to all clients; otherwise each client
-    names its URL. `remote`: the same for the remote store. `given`: if given, this store object is used for every
-    request; it is closed with its client only if `owns_given`.
+    """The open stores. Any thread may call the methods. `url`: if given, the process serves this URL to all clients;
+    otherwise each request has a URL. `remote`: if it has a URL, the remote store for all clients; otherwise each
+    request has a remote store. `given`: if given, every request gets this store object. If `owns_given`, the object is
+    closed when its last client disconnects.
 
-    On a disk each identity has its own subfolder, and all share the budget (`store_folder`). If the process serves its
-    own URL, each encryption key has its own subfolder too. Otherwise the key does not change the subfolder, and opening
-    a store without its key raises.
+    On a disk each identity has its own subfolder, and all identities share the budget (`store_folder`). If the process
+    serves its own URL, each encryption key has its own subfolder too. If clients name the URL, the key does not change
+    the subfolder, and opening a store without its key raises.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class OpenStores:
         self._open: dict[_Key, _Open] = {}
 
     def acquire(self, about: dict[str, object]) -> StoreService:
-        """Return the service of the store that a client requests. The store is opened if it is not open. Raises
+        """Return the service of the store that a client requests. Open the store if it is not open. Raises
         StoreError."""
         request = StoreRequest.unpack(about)
         cipher = PageCipher(request.key) if request.key else None
@@ -108,14 +109,14 @@ class OpenStores:
         return self._acquire((remote.url, name), lambda: self._opened_remote(local, request, cipher, remote))
 
     def _acquire(self, at: _Key, opener: Callable[[], StoreService]) -> StoreService:
-        """Count a client of the store `at`; open the store if it is not open."""
+        """Add a client to the store `at`, and open the store if it is not open."""
         with self._lock:
             found = self._open.setdefault(at, _Open())
             if found.service is not None and not found.num_clients:
                 raise StoreLocked("this process is closing the store; try again later")
             found.num_clients += 1
         try:
-            with found.opening:  # opening may take long and must not block other stores
+            with found.opening:  # one lock for each store, because opening a store may take long
                 if found.service is None:
                     found.service = opener()
                 return found.service
@@ -132,7 +133,9 @@ class OpenStores:
         if self._given is not None:
             return StoreService(self._given, request.settings, owns_store=self._owns_given, clock=self._clock)
         if remote.url:
-            opener_of(remote.url)  # a wrong scheme is an error now, not later in a thread
+            opener_of(remote.url)  # raises now if the scheme is unknown, instead of later in a thread
+        if remote.url == at[0]:
+            raise StoreError(f"{remote.url} is given as the store and as its remote store; give two stores")
         removed: list[bytes] = []
         on_removed = removed.extend if request.reports_removed else None
         about: dict[str, Any] = {"identity": request.identity, "formats": request.formats, "cipher": cipher}
@@ -164,13 +167,13 @@ class OpenStores:
             raise
 
     def _fill(self, local: _Key, key: bytes, value: memoryview) -> None:
-        """Pass a value that the remote store returned to the local store, if a client has it open."""
+        """Pass a value that the remote store returned to the local store, if a client has the local store open."""
         found = self._open.get(local)
         if found is not None and found.service is not None and found.num_clients:
             found.service.fill(key, value)
 
     def release(self, service: StoreService) -> None:
-        """Count the end of a client, and close the store after its last client. Raises the error of closing the
+        """Remove a client from its store, and close the store after the last client. Raises the error of closing the
         store."""
         at, found = next((at, one) for at, one in list(self._open.items()) if one.service is service)
         with self._lock:

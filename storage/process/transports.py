@@ -1,4 +1,5 @@
-"""Connects a client to its server: in a new process, in a process that an operator started, or in a thread."""
+"""Connects a client to its server. The server runs in a new process, in a process that an operator started, or in a
+thread of the client's process."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ _INSTEAD = (
 
 
 class Transport(ABC):
-    """Starts or finds the server of a client. `same_process`: pages may be named by their addresses. `pid`: id of the
-    process that it started; 0 if there is none.
+    """Starts or finds the server of a client. `same_process`: the server is in the client's process, so the client
+    names pages by their addresses. `pid`: id of the process that `connect` started; 0 if it started none.
 
-    The server closes a connection only when it no longer uses the client's memory. If a process ends, the kernel closes
-    it after all its threads have ended.
+    The server closes a connection only when it no longer uses the client's memory. If the server's process ends, the
+    kernel closes the connection after all threads of the process have ended.
     """
 
     same_process = False
@@ -45,25 +46,26 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self) -> socket.socket:
-        """Start a server, or connect to a running one; any earlier connection must have ended. Raises StoreError."""
+        """Start a server, or connect to a running server. An earlier connection of this client must have ended. Raises
+        StoreError."""
 
     def has_ended(self) -> bool:
         """Return whether the server that `connect` started has ended, so that it has no store open. Never blocks."""
         return True
 
-    def end(self) -> None:  # noqa: B027 - a thread cannot be killed, and a served process serves other engines too
+    def end(self) -> None:  # noqa: B027 - a thread cannot be killed, and an operator's process also serves other engines
         """Kill the process that `connect` started. Never blocks."""
 
-    def keep(self, client: object) -> None:  # noqa: B027 - a process has mapped the pages itself
+    def keep(self, client: object) -> None:  # noqa: B027 - a separate process maps the pages
         """Keep `client`, and so the pages of its jobs, alive while the server may use them."""
 
-    def look(self) -> None:  # noqa: B027 - a process looks on its own
-        """With a clock set by hand, announce stalled jobs before returning. With a real clock, the server announces
-        them itself."""
+    def look(self) -> None:  # noqa: B027 - a separate process has a real clock
+        """Announce stalled jobs before returning, if a test sets the server's clock. With a real clock, the server
+        announces stalled jobs without this call."""
 
 
 class ServerClient(Protocol):
-    """The part of `StoreClient` that a second client uses."""
+    """The attributes of a `StoreClient` through which a second client connects."""
 
     in_process: bool
 
@@ -71,12 +73,12 @@ class ServerClient(Protocol):
 
 
 class OwnProcess(Transport):
-    """Starts the program of `__main__`, which ends after this process. It uses the import path of this process, in any
-    working directory.
+    """Starts the program of `__main__`, which runs until it has closed its store after this process has ended. The
+    program uses the import path of this process, in any working directory.
 
-    The program is neither a descendant of this process nor in its session. vLLM kills the process tree of a worker that
-    takes long to end, and Ctrl-C ends a session: in both cases the program still finishes its writes and closes its
-    store.
+    The program is neither a descendant of this process nor in the session of this process. vLLM kills the process tree
+    of a worker that takes long to end, and Ctrl-C ends all processes of a session. After a kill of the worker or a
+    Ctrl-C, the program still finishes its writes and closes its store.
     """
 
     def __init__(self) -> None:
@@ -93,14 +95,14 @@ class OwnProcess(Transport):
                         self._launch(server_end.fileno(), engine)
                     finally:
                         os.close(engine)
-            except (OSError, ValueError) as error:  # a shell that cannot fork prints no process id
+            except (OSError, ValueError) as error:  # ValueError: a shell that cannot fork prints no process id
                 raise StoreUnavailable(f"cannot start the store process {sys.executable}: {error}") from error
             undone.pop_all()
         return client_end
 
     def _launch(self, number: int, engine: int) -> None:
-        """Start the program through a shell, its parent, which waits until this process has a pidfd of the program.
-        Until then its process id cannot be reused."""
+        """Start the program through a shell, which is the parent of the program. The shell waits until this process has
+        a pidfd of the program. Until then the kernel cannot reuse the program's process id."""
         imported = f"import sys; sys.path[:] = {_import_path()}; from hicache.storage.process.__main__ import main"
         code = f"{imported}; main({number}, {engine}, {log.getEffectiveLevel()}, {is_json()})"
         with subprocess.Popen(
@@ -116,7 +118,7 @@ class OwnProcess(Transport):
             poller = select.poll()  # poll is used because select() accepts only descriptors below 1024
             poller.register(self._watched, select.POLLIN)
             if poller.poll(0):
-                # orphans become children of process 1, which may be this process
+                # The ended program becomes a child of process 1, and process 1 may be this process.
                 with contextlib.suppress(ChildProcessError):
                     os.waitid(os.P_PIDFD, self._watched, os.WEXITED | os.WNOHANG)
                 os.close(self._watched)
@@ -155,12 +157,12 @@ class ServedSocket(Transport):
             ) from error
         if uid != os.getuid():
             connected.close()
-            raise StoreError(f"the store at {self._path} is served by user {uid}; use one of your own")
+            raise StoreError(f"the store at {self._path} is served by user {uid}; use a socket of your own user")
         return connected
 
 
 class JoinedClient(Transport):
-    """Connects to the server of another client, which starts and ends it."""
+    """Connects to the server of another client. The other client starts and ends the server."""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
@@ -171,8 +173,8 @@ class JoinedClient(Transport):
 
 
 class InlineServer(Transport):
-    """Runs the server in a thread of this process: for stores that are Python objects of this process, and for small
-    uses. `clock`: the clock of the server's stores."""
+    """Runs the server in a thread of this process, for stores that are Python objects of this process, and for small
+    caches. `clock`: the clock of the server's stores."""
 
     same_process = True
 
@@ -194,7 +196,8 @@ class InlineServer(Transport):
         return client_end
 
     def _run(self, server: Server) -> None:
-        """Run the server. `self` refers to the client, so its pages stay alive while a stalled thread may use them."""
+        """Run the server. `self` refers to the client, so the client's pages stay allocated while a stalled thread may
+        use them."""
         server.run()
 
     def has_ended(self) -> bool:
@@ -213,20 +216,20 @@ class InlineServer(Transport):
 
 
 def _pidfd_of(pid: int) -> int:
-    """Open a pidfd. Raises StoreError if the kernel, the seccomp profile of a container or this Python has no
-    pidfd_open."""
+    """Open a pidfd of the process `pid`. Raises StoreError if the kernel or this Python lacks pidfd_open, or the
+    seccomp profile of a container refuses it."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError) as error:
         raise StoreError(
-            f"the store process cannot be watched, for pidfd_open is refused here ({error}); allow it in the "
+            f"the store process cannot be watched, because pidfd_open is refused here ({error}); allow it in the "
             f"container's seccomp profile, {_INSTEAD}"
         ) from error
 
 
 def _import_path() -> list[str]:
-    """Return the import path of this process, with the folder of its hicache package first: the working directory may
-    contain another folder of that name."""
+    """Return the import path of this process. The folder with the hicache package is first, because the working
+    directory may contain another folder named hicache."""
     package = find_spec("hicache")
     assert package is not None and package.submodule_search_locations
     return [str(Path(package.submodule_search_locations[0]).parent), *sys.path]

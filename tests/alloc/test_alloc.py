@@ -1,4 +1,4 @@
-"""The slot allocators against a set of slots."""
+"""The slot allocators compared with a model, a set of slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATION = st.tuples(
 @given(page_size=st.sampled_from([1, 4]), need_sort=st.booleans(), steps=st.lists(OPERATION, min_size=20, max_size=30))
 def test_conservation(device: str, page_size: int, need_sort: bool, steps: list[tuple[str, int]]) -> None:
     """After any calls, each slot outside of page 0 is free or allocated once. Pages are complete and in order. An
-    allocation that does not fit returns None and changes nothing. A snapshot restores the free list any number of
+    allocation that does not fit returns None and changes nothing. A snapshot can restore the free list any number of
     times."""
     total = 8 * page_size
     allocator = single(total, need_sort, device) if page_size == 1 else paged(total, page_size, need_sort, device)
@@ -54,7 +54,7 @@ def test_conservation(device: str, page_size: int, need_sort: bool, steps: list[
             allocator.free_group_begin()
             for slots_held in held:
                 allocator.free_run(torch.tensor(slots_held, dtype=torch.int64, device=device))
-            allocator.clear()  # with the group
+            allocator.clear()  # an open group of frees ends too
             held.clear()
         elif kind == "snapshot":
             snapshot = (allocator.backup_state(), free_list(allocator), list(held))
@@ -70,7 +70,8 @@ def test_conservation(device: str, page_size: int, need_sort: bool, steps: list[
 
 @pytest.mark.parametrize("need_sort", [True, False])
 def test_freed_pages_merge_when_short(need_sort: bool) -> None:
-    """With need_sort, freed pages are merged in ascending order when an allocation is short; else at once."""
+    """With need_sort, freed pages are merged in ascending order when an allocation is short of pages. Without
+    need_sort, freed pages are merged at once."""
     allocator = single(6, need_sort)
     slots = must(allocator.alloc(4))
     allocator.free(slots[[3, 0, 2]])
@@ -80,7 +81,8 @@ def test_freed_pages_merge_when_short(need_sort: bool) -> None:
 
 
 def test_kept_slots_keep_no_parent() -> None:
-    """Allocated and freed tensors have storage of their own size, so no slice keeps a long tensor alive."""
+    """Tensors that are allocated or freed have their own storage of their size, so no slice keeps a long tensor
+    alive."""
     allocator = single(1000)
     slots = must(allocator.alloc(4))
     assert slots.untyped_storage().nbytes() == 4 * 8
@@ -91,7 +93,7 @@ def test_kept_slots_keep_no_parent() -> None:
 
 
 def test_double_frees_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot freed twice, twice in one call, foreign, or 0, raises DoubleFree and changes nothing."""
+    """A slot that is freed twice, or twice in one call, or that is foreign or 0, raises DoubleFree. Nothing changes."""
     monkeypatch.setenv("HICACHE_DEBUG", "1")
     for allocator in (single(8, device=device), paged(8, 4, device=device)):
         slots = must(allocator.alloc(4))
@@ -104,7 +106,8 @@ def test_double_frees_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_check_finds_every_violation() -> None:
-    """`check` lists ids that are outside, there twice, and both free and allocated."""
+    """`check` lists ids that are out of range, ids that are in a list twice, and ids that are both free and
+    allocated."""
     allocator = single(6)
     allocator.alloc(3)
     for planted, count in (([0, 4, 5], 1), ([9, 5, 5], 2), ([2, 4, 5, 6], 2), ([4, 5], 1)):
@@ -116,8 +119,8 @@ def test_check_finds_every_violation() -> None:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_sizes_and_lengths_that_are_wrong_are_refused(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rest below a page stays unused. Sizes and lengths that fit no pages or do not add up, and slots that do not end
-    their prefixes, raise and change nothing, also outside debug mode; an empty batch gets nothing."""
+    """Tokens that fill no complete page stay unused. Sizes and lengths that fit no pages or do not add up, and slots
+    that do not end their prefixes, raise and change nothing, also outside debug mode. An empty batch gets no slots."""
     assert paged(19, 4).available_size() == 16
     with pytest.raises(ConfigError, match="device_tokens"):
         paged(3, 4)
@@ -167,8 +170,9 @@ torch.cuda.synchronize()
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", ["extend", "decode", "window"])
 def test_the_device_refuses_slots_that_do_not_end_their_prefixes(call: str) -> None:
-    """On CUDA outside debug mode the host does not wait, and the device asserts: the next wait raises. So do window
-    slots that were freed within their page. The device is lost for that process, so it is a process of its own."""
+    """On CUDA outside debug mode the host does not wait and the device asserts, so the next wait raises. Window slots
+    that were freed within their page have the same effect. The device is then lost for its process, so the test runs in
+    another process."""
     for last, refused in ((8, call == "window"), (11, True)):
         run = [sys.executable, "-c", _UNENDED, call, str(last)]
         done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=200)

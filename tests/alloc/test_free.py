@@ -23,8 +23,8 @@ def test_distinct_ids_stand_first(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("need_sort", [True, False])
 def test_any_token_frees_its_page(device: str, need_sort: bool) -> None:
-    """Some or all tokens of pages, in any order and repeated, give each page back once; in a group at its end, though
-    the caller has overwritten its tensor since."""
+    """Some or all tokens of pages, in any order and repeated, free each page once. In a group of frees, pages are freed
+    at its end, even if the caller has overwritten its tensor."""
     allocator = paged(40, 4, need_sort, device)
     slots = must(allocator.alloc(40))
     for tokens, pages in (([3], 1), ([5, 4, 6, 5], 1), ([38, 9, 39, 11, 9], 2), (list(range(12, 24)), 3)):
@@ -50,7 +50,8 @@ def test_any_token_frees_its_page(device: str, need_sort: bool) -> None:
 
 @pytest.mark.parametrize("group", [True, False])
 def test_runs_are_counted_by_length(device: str, group: bool) -> None:
-    """Runs from a page's start, one with a page begun or several of whole pages, free every page they touch."""
+    """A run that begins at the start of a page frees every page that it touches, with an incomplete page or several
+    complete ones."""
     allocator = paged(80, 4, device=device)
     slots = must(allocator.alloc(80))
     if group:
@@ -61,7 +62,7 @@ def test_runs_are_counted_by_length(device: str, group: bool) -> None:
     allocator.free_run(slots[:0])
     allocator.free_run(slots[34:38], 2)
     if group:
-        allocator.free(slots[9:12])  # of a run's last page, which is freed once
+        allocator.free(slots[9:12])  # a part of the run's last page, which is freed once
         assert allocator.available_size() == 0
         allocator.free_group_end()
     assert allocator.available_size() == 4 * (3 + 2 + 3 + 2)
@@ -77,7 +78,8 @@ def test_runs_are_counted_by_length(device: str, group: bool) -> None:
 
 
 def test_runs_that_are_none_are_refused() -> None:
-    """On the CPU, slots that are no run from a page's start raise ShapeError; a page freed twice raises DoubleFree."""
+    """On the CPU, slots that are no run from the start of a page raise ShapeError. A page that is freed twice raises
+    DoubleFree."""
     allocator = paged(40, 4)
     slots = must(allocator.alloc(40))
     with pytest.raises(ShapeError):
@@ -91,8 +93,8 @@ def test_runs_that_are_none_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_small_allocations_share_a_block() -> None:
-    """On CUDA small allocations are distinct, outlive later calls, keep no more than a block alive, and survive merges,
-    snapshots and frees in between."""
+    """On CUDA small allocations share a block. The allocated slots are distinct, outlive later calls, keep at most one
+    block alive, and survive merges, snapshots and frees in between."""
     allocator = single(5000, device="cuda")
     held: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(1)
@@ -117,7 +119,8 @@ def test_small_allocations_share_a_block() -> None:
 
 @pytest.mark.gpu
 def test_no_free_waits_for_the_device() -> None:
-    """The pages of 256 requests in a group, as runs or as any tokens, and an extend and a decode: nothing waits."""
+    """The host waits for the device neither in a free of the pages of 256 requests, as runs or as any tokens, nor in an
+    extend or a decode."""
     page, tokens, requests = 64, 640, 256
     allocator = paged(requests * tokens * 2, page, device="cuda")
     zeros, ends = torch.zeros(requests, dtype=torch.int64), torch.full((requests,), tokens)

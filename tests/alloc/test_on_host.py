@@ -1,4 +1,4 @@
-"""Ids in host memory: what numpy does by one thread is what torch says."""
+"""Ids in host memory: numpy functions on one thread give the results of torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ ids = st.lists(st.integers(-2, 12), max_size=12).map(lambda values: torch.tensor
 
 @given(st.lists(ids, min_size=1, max_size=4))
 def test_joining_and_ordering(parts: list[torch.Tensor]) -> None:
-    """Parts come one behind the other, and in order."""
+    """`joined` concatenates the parts, and `ascending` sorts them."""
     assert torch.equal(joined(parts), torch.cat(parts))
     assert torch.equal(ascending(torch.cat(parts)), torch.cat(parts).sort().values)
 
 
 @given(ids, st.lists(st.booleans(), min_size=9, max_size=9))
 def test_a_double_free_is_found(named: torch.Tensor, allocated: list[bool]) -> None:
-    """Pages are freed where each is named once, is from 1 to 9 and allocated; else DoubleFree changes nothing."""
+    """Pages are freed if each is named once, is from 1 to 9, and is allocated. Otherwise DoubleFree is raised and
+    nothing changes."""
     want = named.tolist()
     owned = OwnedPages(9, 4, torch.tensor([i for i in range(1, 10) if not allocated[i - 1]], dtype=torch.int64))
     assert owned.flags.tolist() == [False, *allocated]
@@ -40,7 +41,8 @@ def test_a_double_free_is_found(named: torch.Tensor, allocated: list[bool]) -> N
 
 @given(st.lists(st.integers(1, 9), max_size=6), st.sampled_from([1, 4]), st.data())
 def test_slots_and_runs(pages: list[int], page_size: int, data: st.DataObject) -> None:
-    """Slots of pages are runs of them, up to any length; with two slots of different pages exchanged they are not."""
+    """The slots of pages are runs, up to any length. Slots are no runs if two slots of different pages are
+    exchanged."""
     slots = slots_of(torch.tensor(pages, dtype=torch.int64), page_size, torch.arange(page_size))
     assert slots.tolist() == [p * page_size + i for p in pages for i in range(page_size)]
     some = slots[data.draw(st.lists(st.integers(0, len(slots) - 1)) if len(slots) else st.just([]))]

@@ -1,4 +1,4 @@
-"""The sliding-window allocator against a dict from full slots to window slots."""
+"""The sliding-window allocator compared with a model, a dict from full slots to window slots."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def sizes(allocator: SWATokenToKVPoolAllocator) -> tuple[int, int]:
 
 
 def lists(allocator: SWATokenToKVPoolAllocator) -> list[object]:
-    """All that an allocator knows."""
+    """The complete state of an allocator."""
     both = (allocator.full_attn_allocator, allocator.swa_attn_allocator)
     return [*map(free_list, both), allocator.full_to_swa_index_mapping.tolist()]
 
 
 class Model:
-    """Sequences of full slots, and the window slot of each slot that has one."""
+    """A model of the allocator: sequences of full slots, and the window slot of each slot that has one."""
 
     def __init__(self, allocator: SWATokenToKVPoolAllocator) -> None:
         self.allocator, self.device = allocator, allocator.device
@@ -37,7 +37,7 @@ class Model:
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     def take(self, slots: torch.Tensor | None, num_pages: int, before: list[object]) -> list[int]:
-        """New slots with new window slots, or None where either allocator has fewer pages than it takes."""
+        """Check an allocation: new slots with new window slots, or None if one of the allocators has too few pages."""
         page = self.allocator.page_size
         if slots is None:
             full = 12 - len({slot // page for held in self.held for slot in held})
@@ -116,8 +116,9 @@ STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 1 << 16)), m
 
 @given(history=STEPS, page=st.sampled_from([1, 4]))
 def test_any_history_conserves_slots(device: str, history: list[tuple[str, int]], page: int) -> None:
-    """Over any allocations, frees, groups, moves and snapshots each full slot has one owner and its own window slot or
-    none, at the same offset of a page; what either allocator cannot hold changes nothing; in the end all are free."""
+    """Over any allocations, frees, groups, moves and snapshots each full slot has one owner, and its own window slot at
+    the same offset of a page, or none. An allocation for which one allocator lacks capacity changes nothing. In the end
+    all slots are free."""
     model = Model(windowed(12 * page, 7 * page, page, device))
     for action, choice in history:
         model.step(action, choice)
@@ -151,8 +152,9 @@ def test_the_mapping_is_read_when_a_free_is_requested(device: str, page: int) ->
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_bad_calls_raise_and_change_nothing(page: int) -> None:
-    """These raise and change neither allocator: slots freed twice or never allocated; extending a page whose window was
-    freed; windows that cannot move; wrong lengths; snapshots of another allocator."""
+    """These calls raise and change neither allocator: freeing slots that are free or were never allocated; extending a
+    page whose window was freed; moving windows that cannot move; wrong lengths; restoring a snapshot of another
+    allocator."""
     allocator = windowed(12 * page, 12 * page, page)
     slots, bare, removed = (must(allocator.alloc(n * page)) for n in (3, 3, 1))
     allocator.free_swa(bare)
@@ -185,7 +187,7 @@ def test_bad_calls_raise_and_change_nothing(page: int) -> None:
     allocator.move_window(slots[:0], bare[:0])
     assert lists(allocator) == before
     allocator.check()
-    # Slots that can move are moved, and the last window slots are mapped to slots without windows.
+    # Slots that can move have moved. Then the last window slots are mapped to slots without windows.
     windows = allocator.translate_loc_from_full_to_swa(slots).tolist()
     allocator.move_window(slots, bare)
     assert allocator.translate_loc_from_full_to_swa(torch.cat((slots, bare))).tolist() == [0] * 3 * page + windows
@@ -198,7 +200,8 @@ def test_bad_calls_raise_and_change_nothing(page: int) -> None:
 
 
 def test_check_reports_every_violation() -> None:
-    """A mapping that points at free slots, twice at one, or at another offset, and a lost window page, are listed."""
+    """`check` lists a mapping that points at free slots, at one slot twice, or at another offset, and a lost window
+    page."""
     allocator = windowed(16, 16, 4)
     slots = must(allocator.alloc(8))
     mapping = allocator.full_to_swa_index_mapping
@@ -222,7 +225,7 @@ def test_check_reports_every_violation() -> None:
 
 
 def test_stats_are_of_the_fuller_allocator() -> None:
-    """Pressure follows the allocator that runs out first."""
+    """The pressure is that of the allocator that will be full first."""
     allocator = windowed(100, 20)
     slots = must(allocator.alloc(18))
     stats = allocator.get_stats()

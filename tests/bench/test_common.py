@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: its arithmetic, its order of runs, its files and its command line."""
+"""The harness of the benchmarks: its arithmetic, the order of runs, its files and its command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class FakeBench:
-    """A benchmark that measures one number it is told."""
+    """A benchmark that measures one given number."""
 
     NAME = "toy"
     DESCRIPTION = "the number it is told"
@@ -43,7 +43,8 @@ def _report() -> Report:
 
 
 def test_rates_and_times_are_shown_with_their_bounds() -> None:
-    """A GB/s is 1e9 bytes in one second, counting the bytes that each side moved; a time is in the unit asked for."""
+    """1 GB/s is 1e9 bytes in one second, counting the bytes that each side moved. A time is shown in the requested
+    unit."""
     report = _report()
     rate = report.rate(
         "r", 3_000_000_000, [1.0, 2.0, 3.0], ceiling_seconds=[0.5], ceiling_bytes=1_000_000_000, target=0.9
@@ -60,8 +61,8 @@ def test_rates_and_times_are_shown_with_their_bounds() -> None:
 
 @pytest.mark.parametrize("ratio", [0.94, 0.95, 1.2])
 def test_the_target_bounds_the_ratio_from_the_better_side(ratio: float) -> None:
-    """Where higher is better the ratio must reach the target, where lower is it must not pass it. A missed case is
-    kept, and its note says so in front of its own words."""
+    """If higher is better, the ratio must reach the target; if lower is better, it must not exceed it. A case that
+    misses its target is kept, and its note begins with that fact."""
     report = _report()
     for better, met in (("higher", ratio >= 0.95), ("lower", ratio <= 0.95)):
         case = report.case(better, [ratio], "share", better=better, ceiling=1.0, target=0.95, note="page 16")
@@ -70,7 +71,8 @@ def test_the_target_bounds_the_ratio_from_the_better_side(ratio: float) -> None:
 
 
 def test_cases_that_say_nothing_are_refused() -> None:
-    """Not-a-number, a target without a ratio, no samples and a name twice raise and leave the report as it was."""
+    """Not-a-number, a target without a ratio, a case without samples, and a repeated name raise and leave the report
+    unchanged."""
     report = _report()
     wrong: list[tuple[str, list[float], dict[str, float]]] = [
         ("a", [float("nan")], {}), ("a", [1.0], {"target": 0.9}), ("a", [], {}), ("up.submit", [1.0], {})
@@ -82,7 +84,7 @@ def test_cases_that_say_nothing_are_refused() -> None:
 
 
 def test_a_result_file_holds_the_schema_and_reads_back(tmp_path: Path) -> None:
-    """A written report reads back equal, under the documented keys, and replaces an earlier file."""
+    """A written report reads back equal, under the documented keys. The new file replaces an earlier one."""
     report = _report()
     path = report.write(tmp_path / "deep")
     assert path == tmp_path / "deep" / "toy-cpu-2core.json"
@@ -113,7 +115,8 @@ def test_a_result_file_holds_the_schema_and_reads_back(tmp_path: Path) -> None:
 
 
 def test_variants_run_in_turns() -> None:
-    """Warm-up and measured rounds go a b c a b c. The seconds are the timer's, in order, without the warm-up's."""
+    """Warm-up and measured rounds run in the order a b c a b c. The seconds are those of the timer, in order, without
+    the warm-up."""
     order: list[str] = []
     ticks = iter(range(100))
 
@@ -127,7 +130,8 @@ def test_variants_run_in_turns() -> None:
 
 
 def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
-    """Each raw copy overwrites the zeros of its targets with ones: at each run, exactly the bytes that it counts."""
+    """Each raw copy overwrites the zeros of its targets with ones. In each run a raw copy writes exactly the bytes that
+    it counts."""
     num_bytes = (1 << 16) + 7
     copies = common.raw_copies(torch.device(device), num_bytes)
     assert {n: c.num_bytes for n, c in copies.items()} == {n: num_bytes * (1 + (n == "both")) for n in copies}
@@ -165,7 +169,7 @@ def test_what_cannot_run_is_one_line_and_exit_2(
 @pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("name", ["toy", "all"])
 def test_a_run_writes_what_it_measured(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The file of a run holds its case, its command and its machine, and its path is the last line printed."""
+    """The file of a run has its case, its command and its machine. The last printed line is the path of this file."""
     extra = [] if name == "all" else ["--number", "1.5"]
     assert main(["bench", "run", name, "--device", "cpu", "--commit", "abc", "--out", str(tmp_path), *extra]) == 0
     (path,) = tmp_path.iterdir()
@@ -178,8 +182,8 @@ def test_a_run_writes_what_it_measured(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_every_module_of_the_folder_is_a_bench_or_a_helper() -> None:
-    """The benchmarks found carry their own module's name, none is broken by a half-written interface, and each member
-    of the small set is one whose parser takes what the set gives it."""
+    """Each benchmark that is found has the name of its module, and none has an incomplete interface. For each member of
+    the small set, its parser accepts the arguments of the set."""
     benches, broken = command.find_benches()
     assert not set(benches) & {"common", "__main__", "all", *broken}
     assert all(module.DESCRIPTION and name == module.NAME for name, module in benches.items())
@@ -191,8 +195,8 @@ def test_every_module_of_the_folder_is_a_bench_or_a_helper() -> None:
 def test_a_release_is_made_in_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Parts of one benchmark are in one file. A further command makes only the parts that the file lacks, and begins
-    none that takes more than the minutes left."""
+    """Parts of one benchmark are in one file. A later command only runs the parts that the file lacks, and begins no
+    part that takes more than the remaining minutes."""
     monkeypatch.setattr(command, "find_benches", lambda: ({"toy": FakeBench(), "steps": FakeBench()}, {}))
     release = [("toy", ["--part", "a"], 1.0), ("toy", ["--part", "b", "--number", "2"], 3.0)]
     monkeypatch.setattr(command, "RELEASE", release)
@@ -201,8 +205,18 @@ def test_a_release_is_made_in_parts(
     (path,) = tmp_path.iterdir()
     assert [case.name for case in common.read_report(path).cases] == ["toy.a"]
     assert "toy --part b --number 2: left out, it takes 3 minutes" in capsys.readouterr().out
-    release[0] = ("toy", ["--part", "a"], 1e9)  # never begun again
+    release[0] = ("toy", ["--part", "a"], 1e9)  # this part is not run again
     assert main([*command_line, "--minutes", "4"]) == 0
     report = common.read_report(path)
     assert [(case.name, case.value) for case in report.cases] == [("toy.a", 1.0), ("toy.b", 2.0)]
     assert len(report.commands) == 2 and "left out" not in capsys.readouterr().out
+
+
+def test_words_do_not_change_the_digest_of_source_code(tmp_path: Path) -> None:
+    """A benchmark can be continued after a change of comments and docstrings, and not after another change."""
+    source_file = tmp_path / "module.py"
+    digests = []
+    for source in ('"""A."""\nX = 1  # one\n', '"""B."""\n\nX = 1\n', "X = 2\n"):
+        source_file.write_text(source)
+        digests.append(machine.source_digest(tmp_path))
+    assert digests[0] == digests[1] != digests[2]

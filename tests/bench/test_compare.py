@@ -33,7 +33,7 @@ def _change(before: list[float], after: list[float], better: Better) -> Change:
         ([90, 91, 92], [100, 101, 102], "lower", "regressed"),
         ([80, 100, 102], [79, 91, 92], "higher", "noise"),
         ([100, 101, 102], [97, 98, 99], "higher", "same"),
-        ([100], [94], "higher", "regressed"),  # measured once: the threshold alone decides
+        ([100], [94], "higher", "regressed"),  # with one sample, the threshold alone decides
         ([100], [96], "higher", "same"),
         ([80, 100, 102], [91], "higher", "regressed"),
         ([0.0], [0.0], "lower", "same"),
@@ -45,12 +45,13 @@ def _change(before: list[float], after: list[float], better: Better) -> Change:
 def test_a_regression_is_worse_beyond_threshold_and_noise(
     before: list[float], after: list[float], better: Better, verdict: str
 ) -> None:
-    """The verdict follows from medians, direction, threshold and whether the intervals p10 to p90 overlap."""
+    """The verdict depends on medians, direction, threshold, and whether the intervals p10 to p90 overlap."""
     assert _change(before, after, better).verdict == verdict
 
 
 def test_the_exit_status_tells_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 where nothing is worse, 1 where a case is; the table has both values, the change and the verdict."""
+    """The exit status is 0 if no case is worse, and 1 if one is. The table has both values, the change and the
+    verdict."""
     before = _report({"up": [100, 101, 102], "down": [50, 51, 52]}).write(tmp_path / "a")
     after = _report({"up": [90, 91, 92], "new": [1.0]}).write(tmp_path / "b")
     assert main(["bench", "compare", str(before), str(before)]) == 0
@@ -65,7 +66,7 @@ def test_the_exit_status_tells_a_regression(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_what_is_no_result_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of another schema, with other or wrong fields, or no result at all, is named in one line."""
+    """A file with another schema, with other or wrong fields, or without a result, is named in one line."""
     good, bad = _report({"up": [1.0]}).write(tmp_path), tmp_path / "bad.json"
     values = json.loads(good.read_text())
     damages: list[dict[str, object]] = [

@@ -1,4 +1,4 @@
-"""The benchmark `servers`: its prompts, its runs in their order, what a file of results takes, and its cases."""
+"""The benchmark `servers`: its prompts, the order of its runs, the contents of a file of results, and its cases."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def run_of(of: Setting, makespan_s: float, answers: str = "0000 1111") -> Run:
 
 
 def test_a_turn_extends_the_prompt_of_its_session() -> None:
-    """All sessions begin alike. Each has all its turns, and each turn has the tokens of the last one and 64 to 4 x 100
-    new ones, up to the longest prompt. Equal seeds give equal prompts; a tiny vocabulary changes only the tokens."""
+    """All sessions begin with the same tokens. Each session has all its turns, and each turn has the tokens of the last
+    one and 64 to 4 x 100 new ones, up to the longest prompt. Equal seeds give equal prompts; a tiny vocabulary only
+    changes the tokens."""
     prompts = AGENTS.prompts()
     last: dict[str, list[int]] = {}
     for session, tokens in ((request.session, request.tokens) for request in prompts):
@@ -52,7 +53,7 @@ def test_a_turn_extends_the_prompt_of_its_session() -> None:
 
 
 def test_a_trace_gives_equal_tokens_for_equal_blocks(tmp_path: Path) -> None:
-    """The first prompts of the trace that are short enough are served; without a trace, generated ones."""
+    """The first prompts of the trace that are short enough are used. Without a trace, prompts are generated."""
     rows = [
         {"timestamp": n, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
         for n, ids in enumerate([[1, 2], [1, 2, 3, 4], [1, 5], [6]])
@@ -69,7 +70,8 @@ def test_a_trace_gives_equal_tokens_for_equal_blocks(tmp_path: Path) -> None:
 
 
 def test_samples_alternate_and_a_file_has_the_rest_made() -> None:
-    """A B B A A B, or A B A B A B. Of a plan a file lacks the runs that it has not, however it was stopped."""
+    """Samples alternate as A B B A A B, or A B A B A B. The missing runs of a plan are those that a file does not have,
+    wherever the benchmark was stopped."""
     a, b = setting("none"), setting("hicache")
     balanced = plan([a, b], 3, "balanced")
     assert balanced == [a, b, b, a, a, b] and plan([a, b], 2, "rounds") == [a, b, a, b]
@@ -86,8 +88,9 @@ def cases_of(*runs: Run, small: bool = False) -> dict[str, common.Case]:
 
 
 def test_a_case_compares_medians_under_the_same_sizes() -> None:
-    """Value and ceiling are medians. Only `none` is compared with every size. The best of the other modes counts for
-    first tokens; a mode without its partner has no row; a variant and a tiny model have no target."""
+    """The value and the ceiling of a case are medians. Only `none` is compared with runs of every size. The ratio of
+    first tokens uses the best of the other modes. A mode without its partner has no row. A variant and a tiny model
+    have no target."""
     runs = [run_of(setting("none"), s) for s in (50.0, 70.0, 60.0)]
     runs += [run_of(setting("lazy", 32), 55.0), run_of(setting("lazy"), 40.0), run_of(setting("cpu", 96), 80.0)]
     runs += [run_of(setting("hicache", 32), 50.0), run_of(setting("hicache", 96), 20.0)]
@@ -109,7 +112,8 @@ def test_a_case_compares_medians_under_the_same_sizes() -> None:
 
 
 def test_a_disk_is_compared_on_its_file_system_and_a_mode_with_itself() -> None:
-    """The gate needs both of its others, on the same file system; the control is the slowest run over the fastest."""
+    """The row `gate` needs both other modes on the same file system. The row `control` compares the slowest with the
+    fastest run of one mode."""
     on_disk = {"gpu_tokens": 180_000, "files": "ext4"}
     runs = [run_of(setting(mode, 16, **on_disk), s) for mode, s in (("disk", 9.0), ("disk-always", 12.0), ("fs", 10.0))]
     runs += [run_of(setting("fs", 16, **{**on_disk, "files": "tmpfs", "variant": "tmpfs"}), 1.0)]
@@ -124,7 +128,8 @@ def test_a_disk_is_compared_on_its_file_system_and_a_mode_with_itself() -> None:
 
 
 def test_a_plot_shows_the_medians_of_each_mode_over_memory(tmp_path: Path) -> None:
-    """Variants and other modes are left out. Both pictures are PNG; a file without a CPU tier is refused."""
+    """The plot leaves out variants and other modes. The two pictures of the plot are PNG. A file without a CPU tier is
+    refused."""
     pytest.importorskip("matplotlib")
     runs = [run_of(setting("none"), 60.0)]
     runs += [run_of(setting(mode, gib), s) for mode in ("lazy", "hicache") for gib, s in ((96, 30.0), (32, 50.0))]
@@ -150,8 +155,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("bench")
 def test_a_killed_benchmark_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each run of both GPUs is in the file; a run that does not end in time is not, and is reported. A further command
-    makes only the missing runs, and refuses a file of other code."""
+    """The file has each completed run of both GPUs. A run that does not end in time is reported, and is not in the
+    file. A later command only makes the missing runs, and refuses a file that was made with other code."""
     path = tmp_path / "servers.json"
     command = ["bench", "run", "servers", "--device", "cpu", "--resume", str(path), "--limit-s", "2", "--gpus", "0,1"]
     assert main([*command, "--modes", "none,slow"]) == 0
@@ -173,7 +178,8 @@ def test_a_killed_benchmark_is_continued(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_lmcache_without_its_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts serves; one whose log has the warning, before or after the requests, is no result."""
+    """A server that starts serves the prompts. If the log of a server has the warning, before or after the requests,
+    the run gives no result."""
     package = tmp_path / "lmcache" / "cli"
     package.mkdir(parents=True)
     program = """

@@ -18,7 +18,7 @@ from hicache.config import EngineConfig
 from hicache.serving.server.flags import add_flags
 from storage_pages import open_store, put_numbers
 
-# In an interpreter of its own: what the extras bring is not there.
+# A new interpreter in which the packages of the extras cannot be imported.
 WITHOUT_EXTRAS = """
 import contextlib, io, json, sys
 for name in "transformers fastapi starlette pydantic uvicorn h11 prometheus_client openai jinja2 matplotlib".split():
@@ -44,8 +44,9 @@ HELP = [
 
 
 def test_what_works_without_the_extras(tmp_path: Path) -> None:
-    """Without the packages of all extras every --help, `top`, `plan` of a known model, `replay` and `store` work; what
-    needs a package names its extra in one line. Those about a store or a server load no torch, which takes seconds."""
+    """Without the packages of all extras every --help, `top`, `plan` of a known model, `replay` and `store` work. A
+    command that needs a package names its extra in one line. Commands about a store or a server do not import torch,
+    which takes seconds."""
     store = open_store(tmp_path / "store")
     put_numbers(store, range(2))
     store.close()
@@ -59,7 +60,7 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
             self.wfile.write(b'{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4}}')
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()

@@ -34,7 +34,8 @@ def shown_settings(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[
 
 
 def test_each_value_has_its_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A value is the field's default, the file's or a flag's, and says which; the flag wins over the file."""
+    """A value comes from the field's default, the file or a flag, and the output says which. A flag wins over the
+    file."""
     file = tmp_path / "engine.yaml"
     file.write_text(
         "device_tokens: 4096\nhost_bytes: 1GiB\nmodel_id: m\ndisk: {path: /pages, level: 3}\n"
@@ -62,8 +63,8 @@ def test_each_value_has_its_source(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every setting and every variable has a line, in text as in JSON; without a disk that is one line. Nothing has to
-    be given: a required setting is shown as such."""
+    """Every setting and every variable has a line, in text and in JSON. Without a disk its section has one line. No
+    setting is required; a missing required setting is shown as such."""
     names = [f"{at}.{name}" if at else name for at, cls in SECTIONS.items() for name in settings_of(cls)]
     with_disk = shown_settings(capsys, "--disk-path", "/x", "--remote-url", "own-store://x")
     assert list(with_disk["settings"]) == names
@@ -87,7 +88,8 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_environment_is_shown_and_the_key_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each variable has its value and the name that it was found under, or the default; of the key, that it is set."""
+    """Each variable is shown with its value and the name under which it was found, or with its default. For the key,
+    only whether it is set is shown."""
     environment = shown_settings(capsys)["environment"]
     assert environment["HICACHE_KERNELS"] == {"value": None, "source": "default: triton on CUDA, torch elsewhere"}
     assert environment["HICACHE_DISK_KEY"]["value"] is None
@@ -106,13 +108,14 @@ def test_the_environment_is_shown_and_the_key_is_not(
     [
         ("own://kv:{}@127.0.0.1:6389/0?ttl=9", "own://***@127.0.0.1:6389/0?ttl=9"),
         ("OWN+TLS://kv:x@{}@b", "OWN+TLS://***@b"),
-        ("own://kv:x/{}@a", "own://***@a"),  # without the escapes that it needs
+        ("own://kv:x/{}@a", "own://***@a"),  # without the escapes that this password needs
         ("kv:{}@a:6379", "***@a:6379"),
         ("mooncake://host:50051", "mooncake://host:50051"),
     ],
 )
 def test_a_password_in_a_url_is_not_shown(capsys: pytest.CaptureFixture[str], url: str, shown: str) -> None:
-    """Neither by the table nor as JSON, nor where the URL is refused; address and options are."""
+    """The password is shown neither in the table, nor in the JSON, nor in the error about the URL. Address and options
+    are shown."""
     given = ["--remote-url", url.replace("{}", KEY)]
     assert shown_settings(capsys, *given)["settings"]["remote.url"] == {"value": shown, "source": "flag --remote-url"}
     text = show(capsys, *given)
@@ -124,20 +127,20 @@ def test_a_password_in_a_url_is_not_shown(capsys: pytest.CaptureFixture[str], ur
 
 
 def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable with a value that no engine would accept is refused, with the values that would do."""
+    """A variable with an invalid value is refused, and the error lists valid values."""
     monkeypatch.setenv("HICACHE_MAMBA_SSM_DTYPE", "int8")
     assert "HICACHE_MAMBA_SSM_DTYPE='int8'" in refused(capsys, "config", "--show")
 
 
 def test_text_of_the_file_does_not_reach_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Control characters in a value or in the file's name are printed as escapes and add no line."""
+    """Control characters in a value or in the file name are printed as escapes, and add no line."""
     (tmp_path / "a.yaml").write_text('model_id: "m\\e[2J\\nx"\n')
     out = show(capsys, "--config", str(tmp_path / "a.yaml"))
     assert "m\\x1b[2J\\nx" in out and len(out.splitlines()) == len(show(capsys).splitlines())
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
-    """The command answers where torch cannot be imported."""
+    """The command works if torch cannot be imported."""
     code = (
         "import sys\n"
         "for name in ('torch', 'numpy', 'lmdb', 'transformers', 'rich'):\n"

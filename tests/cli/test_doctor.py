@@ -15,7 +15,7 @@ from hicache.storage.disk_rate import measure_disk
 
 
 def test_the_report_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Text and JSON name the same findings, the measured disk among them; the measurement leaves no file."""
+    """Text and JSON have the same findings, including the measured disk. The measurement leaves no file."""
     found = stats(capsys, "doctor", "--disk-path", tmp_path)
     names = {(one["section"], one["name"]): one for one in found["findings"]}
     assert names["versions", "torch"]["value"] == torch.__version__
@@ -30,7 +30,7 @@ def test_the_report_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_path_that_cannot_be_measured_is_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A file is no directory. The other parts are reported all the same."""
+    """A path to a file cannot be measured. All other parts of the report are still printed."""
     file = tmp_path / "file"
     file.touch()
     found = json.loads(outcome(capsys, "doctor", "--json", "--disk-path", file)[1])
@@ -39,17 +39,34 @@ def test_a_path_that_cannot_be_measured_is_advice(capsys: pytest.CaptureFixture[
 
 
 def test_a_missing_directory_is_measured_in_its_parent(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """hicache creates the directory of a disk at its start; the doctor creates nothing."""
+    """hicache creates the directory of a disk at its start; the doctor creates nothing, and says that the rate may be
+    that of another drive."""
     missing = tmp_path / "a" / "b"
     found = stats(capsys, "doctor", "--disk-path", missing)
     (disk,) = (one for one in found["findings"] if one["section"] == "disk")
     assert disk["name"] == str(missing)
     assert "reads" in disk["value"] and disk["value"].endswith(f", measured in {tmp_path}")
+    assert str(missing) in disk["change"] and "run this again" in disk["change"]
     assert [*tmp_path.iterdir()] == []
 
 
+def test_without_a_path_the_advice_is_to_give_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory of temporary files is seldom on the drive that will have the pages. A measured directory that was
+    given has no such advice."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    advice = []
+    for path in ((), ("--disk-path", tmp_path)):
+        (disk,) = (one for one in stats(capsys, "doctor", *path)["findings"] if one["section"] == "disk")
+        assert disk["name"] == str(tmp_path)
+        advice.append("--disk-path DIR" in disk["change"])
+    assert advice == [True, False]
+
+
 def test_untested_releases_are_named() -> None:
-    """Release candidates and local builds of a tested release count; an earlier and a later release do not."""
+    """Release candidates and local builds of a tested release count as tested. Earlier and later releases count as
+    untested."""
     for version in ("2.11", "2.13.0+cpu", "2.15.9", "2.14.0rc1"):
         assert untested("torch", version) == ""
     for version in ("2.10.9", "2.16.0", "3.0"):
@@ -59,7 +76,7 @@ def test_untested_releases_are_named() -> None:
 
 
 def test_a_disk_is_measured_in_complete_chunks(tmp_path: Path) -> None:
-    """Also if the size is no multiple of a chunk; a missing folder raises."""
+    """A disk is measured in complete chunks, even if the size is no multiple of a chunk. A missing folder raises."""
     rate = measure_disk(tmp_path, 1)
     assert rate.write_bytes_per_s > 0 and rate.read_bytes_per_s > 0
     with pytest.raises(OSError):

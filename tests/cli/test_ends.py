@@ -1,4 +1,4 @@
-"""How commands meet terminals, pipes and full disks, and how they end when they are interrupted or killed."""
+"""Commands whose output is a terminal, a pipe or a full disk, and commands that are interrupted or killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def a_store(tmp_path: Path) -> Path:
 
 
 def ended(program: Program) -> tuple[int | None, str, str]:
-    """Status, output and errors."""
+    """Wait for the end; returns status, output and errors."""
     with program:
         out, err = program.communicate()
     return program.returncode, out, err
@@ -45,7 +45,8 @@ def interrupted(program: Program) -> None:
 
 @pytest.mark.parametrize("arguments", ["store stat {}", "store ls {} --json", "plan --gpu 80GiB --model qwen3-8b"])
 def test_an_output_that_takes_nothing(arguments: str, path: Path) -> None:
-    """On a closed pipe, as under `| head`, silence and status 141; on a full device one line and status 2."""
+    """If the output is a closed pipe, as with `| head`, a command prints nothing and has status 141. If the output is a
+    full device, a command prints one line and has status 2."""
     words = arguments.format(path).split()
     reading, writing = os.pipe()
     os.close(reading)
@@ -81,8 +82,8 @@ def test_a_server_needs_no_output(stdout: str, tmp_path: Path) -> None:
 
 
 def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:
-    """A file takes the place of an earlier one when it is whole, also behind a link; one that fails leaves what was
-    there and nothing else. A pipe, and so a device, gets the text and stays what it is, for `replay --json` too."""
+    """A file replaces an earlier one when it is complete, also behind a link. If writing fails, the earlier file stays
+    and no other file is left. A pipe or device gets the text and is not replaced, also for `replay --json`."""
     real, link, fifo = tmp_path / "real", tmp_path / "link", tmp_path / "fifo"
     link.symlink_to("real")
     os.mkfifo(fifo)
@@ -90,7 +91,7 @@ def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:
         write_atomically(path, text)
         assert real.read_text("utf-8") == text
     with pytest.raises(UnicodeError):
-        write_atomically(link, "half\ud800")  # cannot be encoded
+        write_atomically(link, "half\ud800")  # this text cannot be encoded
     assert real.read_text("utf-8") == "third" and link.is_symlink()
     trace = tmp_path / "trace"
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
@@ -102,7 +103,7 @@ def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "link", "real", "trace"]
 
 
-# Ctrl-C at the moment when a module is being loaded: the worst ones to be raised in.
+# Raise Ctrl-C at the moment when a module is loaded. The test uses the modules that react worst to Ctrl-C.
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 
@@ -128,8 +129,8 @@ sys.exit(main(sys.argv[2:]))
     ],
 )
 def test_an_interrupt_while_modules_load(module: str, arguments: list[str]) -> None:
-    """Ctrl-C while the command still loads what it needs: status 130 and one line, as at any other time. Started in the
-    background of a shell, which ignores Ctrl-C for it, the command is not ended by one."""
+    """Ctrl-C while the command still loads modules gives status 130 and one line, as at any other time. A shell makes
+    its background commands ignore Ctrl-C; then the command is not ended."""
     line = [sys.executable, "-c", INTERRUPTED_IMPORT, "heard", module, *arguments]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hicache: interrupted\n")
@@ -139,8 +140,8 @@ def test_an_interrupt_while_modules_load(module: str, arguments: list[str]) -> N
 
 
 def test_an_interrupted_demo_leaves_a_store_that_serves(tmp_path: Path) -> None:
-    """Ctrl-C in the middle is status 130 and one line; the next run over the same directory opens it, hits it, and is
-    identical."""
+    """Ctrl-C during a demo gives status 130 and one line. The next run over the same directory opens the store, hits
+    its pages, and yields the tokens of a run without a cache."""
     flags = ("--model", "random", "--disk-path", str(tmp_path / "store"))
     with command("demo", *SMALL, *flags, "--turns", "40", stdout=PIPE) as program:
         assert program.stdout is not None
@@ -161,7 +162,7 @@ def test_each_command_leaves_process_1(monkeypatch: pytest.MonkeyPatch, path: Pa
     assert main(["store", "stat", str(path)]) == 0 and called
 
 
-# The kernel gives a subreaper its orphans as it gives process 1 those of a container.
+# The kernel makes a subreaper the parent of orphans, like process 1 of a container.
 AS_PROCESS_1 = """
 import ctypes, os, signal, sys, time
 from hicache.process.init import supervise
@@ -185,8 +186,8 @@ signal.pause()
 
 @pytest.mark.parametrize(("mode", "status"), [("signalled", 128 + signal.SIGTERM), ("exits", 7)])
 def test_a_command_as_process_1(mode: str, status: int) -> None:
-    """Orphans are waited for; a signal to process 1 reaches the command, which has its default action; the status is
-    the command's, or 128 and its signal."""
+    """A command as process 1 waits for orphans. A signal to process 1 reaches the command, with its default action. The
+    status is that of the command, or 128 plus its signal."""
     with Program(AS_PROCESS_1, mode) as first:
         assert first.stdout is not None
         orphan, child = map(int, first.stdout.readline().split())

@@ -39,8 +39,8 @@ def here(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0
 
 @pytest.fixture(name="path")
 def a_store(tmp_path: Path) -> Path:
-    """20 pages that do not compress and 4 that do; the oldest three were used again, so that order is not that of
-    keys."""
+    """A store with 20 pages that do not compress and 4 that do. The oldest three were used again, so that the order of
+    use is not that of the keys."""
     store = open_store(tmp_path / "store", filter=PageFilter("byte_shuffle", 2), level=3, durability="commit")
     for number in range(20):
         put_numbers(store, [number])
@@ -71,7 +71,7 @@ store.close()
 
 @contextlib.contextmanager
 def writer_of(path: Path) -> Iterator[int]:
-    """Another process that has the store open for writing; its number."""
+    """Run another process that has the store open for writing; yields its process id."""
     with Program(WRITER, path, stdin=PIPE, cwd=Path(storage_pages.__file__).parent) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process.pid
@@ -79,7 +79,7 @@ def writer_of(path: Path) -> Iterator[int]:
 
 
 def flip(path: Path, number: int) -> None:
-    """Change a bit of one page, behind the store's back."""
+    """Change a bit of one page without the store."""
     file = slots_path(path)
     content = bytearray(file.read_bytes())
     content[content.index(page_of(number).tobytes()) + 5000] ^= 4
@@ -118,14 +118,14 @@ def test_each_verb_prints_one_json_object(path: Path, capsys: pytest.CaptureFixt
 
 
 def test_an_open_store_is_copied(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The copy has every page in a store that an engine finds, while another process has the source open. A target
-    that has the store already is refused, and a page that does not verify is left out."""
+    """The copy has every page, in a store that an engine finds, while another process has the source open. A target
+    that already has the store is refused. A page that does not verify is left out."""
     with writer_of(path):
         assert here(capsys, "stat", path)["writer_pid"]
         (copied,) = here(capsys, "copy", path, tmp_path / "backup")["stores"]
         assert (copied["pages"], copied["dropped"]) == (27, 0)
         (copy,) = (tmp_path / "backup").iterdir()
-        assert held(copy, range(20)) == {*range(20)}  # their bytes
+        assert held(copy, range(20)) == {*range(20)}  # compares the bytes
         assert named_in(copy) == {*range(24), *range(100, 103)}
         assert here(capsys, "verify", tmp_path / "backup")["faults"] == []
         assert f"{copy} exists" in refused(capsys, "store", "copy", path, tmp_path / "backup")
@@ -146,8 +146,8 @@ def named_in(path: Path) -> set[int]:
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_a_store_gets_another_key(is_encrypted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All pages are read with the new key, in the old use order, and none with the old one. The same key again, and a
-    store that a process has open, are refused and stay as they are."""
+    """All pages are read with the new key, in the old order of use, and none with the old key. A change to the same
+    key, and a store that a process has open, are refused, and nothing changes."""
     pytest.importorskip("cryptography")
     path, old, new = tmp_path / "store", tmp_path / "old", tmp_path / "new"
     old.write_bytes(KEY)
@@ -173,7 +173,8 @@ def test_a_store_gets_another_key(is_encrypted: bool, tmp_path: Path, capsys: py
 
 
 def test_a_much_smaller_budget_is_confirmed(path: Path) -> None:
-    """Only a budget of less than half of the last one that evicts pages asks, or waits a minute with a warning."""
+    """A budget asks for confirmation only if it is less than half of the last one and would evict pages. Without a
+    terminal it waits a minute after a warning."""
     folder = path.parent / "pages"
     folder.mkdir()
     path.rename(folder / f"hicache-{16 * '0'}")
@@ -183,7 +184,7 @@ def test_a_much_smaller_budget_is_confirmed(path: Path) -> None:
         ask = None if answer is None else lambda text: str(asked.append(text) or answer)
         confirm_smaller_budget(folder, budget_bytes, ask=ask, wait=waited.append)
 
-    for budget_bytes in (32 << 20, 64 << 20, 16 << 20):  # half of the last one; the same; few pages, which all fit
+    for budget_bytes in (32 << 20, 64 << 20, 16 << 20):  # half of the last budget; the same; all pages fit
         confirm(budget_bytes, "no")
     assert asked == []
     confirm(100_000, "yes")
@@ -195,7 +196,7 @@ def test_a_much_smaller_budget_is_confirmed(path: Path) -> None:
 
 
 def test_the_name_of_a_model_is_shown_and_decides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A store opened under another name of the model has its pages and shows the new name."""
+    """A store that is opened with another name of the model has the same pages, and shows the new name."""
     for name, held in (("first", set[int]()), ("second", {1, 2})):
         store = open_store(tmp_path / "store", identity={**IDENTITY, "model_name": name})
         assert found_numbers(store, range(4)) == held
@@ -205,8 +206,9 @@ def test_the_name_of_a_model_is_shown_and_decides_nothing(tmp_path: Path, capsys
 
 
 def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Least recently used first, or the other way round; sizes as stored; compressed pages are told from raw ones."""
-    order = [*range(3, 20), 23, 22, 21, 20, 2, 1, 0]  # within a call the earlier key counts as the more recently used
+    """Pages are listed least recently used first, or most recently used first, with their stored sizes. Compressed
+    pages are marked."""
+    order = [*range(3, 20), 23, 22, 21, 20, 2, 1, 0]  # in a call an earlier key counts as more recently used
     listed = here(capsys, "ls", path)["entries"]
     assert [entry["key"] for entry in listed] == [key_of(number).hex() for number in order]
     assert [entry["codec"] for entry in listed] == ["zstd" if number >= 20 else "raw" for number in order]
@@ -219,8 +221,8 @@ def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_with_a_concurrent_writer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """While another process has a store open, stat says what is known from outside, and everything else is refused with
-    that process's number, and changes nothing."""
+    """While another process has the store open, stat prints the data that can be read from outside. All other commands
+    are refused with the id of that process, and change nothing."""
     known = ("identity", "formats", "level", "durability", "budget_bytes", "key_id", "encrypted")
     sizes = ("entries", "live_bytes", "raw_bytes", "ratio")
     before = here(capsys, "stat", path)
@@ -239,8 +241,8 @@ def test_with_a_concurrent_writer(path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_planted_faults_are_named_and_repaired(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A changed page is named with status 1 and left as it is; --repair drops it, and the store is clean and keeps all
-    other pages. storage/test_maintenance.py plants every kind of fault."""
+    """A changed page is reported with status 1 and is not changed. --repair drops it; then the store has no fault and
+    keeps all other pages. storage/test_maintenance.py plants every kind of fault."""
     flip(path, 4)
     fault = {"key": key_of(4).hex(), "reason": "checksum differs", "action": ""}
     for _ in range(2):
@@ -253,7 +255,8 @@ def test_planted_faults_are_named_and_repaired(path: Path, capsys: pytest.Captur
 
 
 def test_a_copy_of_a_closed_store_is_the_store(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Copied with its holes it has no faults, the same pages in the same order, and takes no more of the disk."""
+    """A store that was copied with its holes has no faults, the same pages in the same order, and takes no more disk
+    space."""
     here(capsys, "evict", path, "--to", "300KB")
     copy = tmp_path / "copy"
     subprocess.run(["cp", "--sparse=always", "-r", path, copy], check=True)
@@ -267,8 +270,8 @@ def test_a_copy_of_a_closed_store_is_the_store(path: Path, tmp_path: Path, capsy
 def test_the_key_of_an_encrypted_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its key, from a file or the environment, pages are decrypted too; another key, a key for a plain store, two
-    keys or an unreadable one are refused, and no message shows any of it."""
+    """With the key of the store, from a file or the environment, verify also decrypts pages. Another key, a key for a
+    plain store, two keys and an unreadable key are refused, and no message contains a part of a key."""
     store = open_store(tmp_path / "s", cipher=PageCipher(KEY))
     put_numbers(store, range(6))
     (tmp_path / "key").write_text(KEY.hex() + "\n")
@@ -293,12 +296,12 @@ def test_the_key_of_an_encrypted_store(
 
 
 def test_a_store_of_another_user_is_not_called_absent(path: Path) -> None:
-    """The line names the store that the user must not read. A store of a name of its own is found by its path alone."""
+    """The error names the store that the user may not read. A store with a custom name is found only by its path."""
     folder = path.parent / "stores"
     folder.mkdir(mode=0o755)
     store = path.rename(folder / "hicache-0123456789abcdef")
     store.chmod(0o700 if os.getuid() == 0 else 0)
-    code = (  # imports all that it needs first: another user may not be able to read this checkout
+    code = (  # imports all modules first, because another user may not be able to read this checkout
         "import os, sys, hicache.store_command; from hicache.cli import main\n"
         "if os.getuid() == 0:\n    os.setuid(65534)\n"
         "sys.exit(main(['store', *sys.argv[1:]]))"

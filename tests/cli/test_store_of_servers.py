@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from cli_case import output, refused, stats
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.integrations.staging import WaitingTier
-from hicache.storage import PageFormat, open_existing, store_folders
+from hicache.storage import PageFormat, describe, open_existing, store_folders
 
 PAGE_BYTES = 4096
 VLLM = {"server": "vllm", "release": "0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
@@ -27,7 +28,7 @@ SGLANG = {
 
 @pytest.fixture(name="path")
 def of_two_servers(tmp_path: Path) -> Path:
-    """3 pages of one, 5 of the other."""
+    """A directory with two stores: 3 pages of vLLM, 5 of SGLang."""
     for identity, num_pages in ((VLLM, 3), (SGLANG, 5)):
         server = ServerStore.open(
             ServerStoreConfig(path=str(tmp_path / "pages"), budget=32 << 20), identity, [PageFormat(PAGE_BYTES)]
@@ -39,7 +40,8 @@ def of_two_servers(tmp_path: Path) -> Path:
 
 
 def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with its server and sizes, as `stat` of the store itself says them; people get the same rows."""
+    """`stat` lists each store with its server and sizes, equal to the stat of the store itself. The text has the same
+    rows as the JSON."""
     listed = stats(capsys, "store", "stat", path)["stores"]
     assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("sglang", 5), ("vllm", 3)]
     assert listed == [stats(capsys, "store", "stat", folder) for folder in store_folders(path)]
@@ -53,7 +55,8 @@ def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.Capture
 
 
 def test_each_store_can_be_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other commands work on one of them, and say so where they get all."""
+    """The other commands work on one store. For a directory of several stores these commands are refused, and the error
+    says to name one store."""
     first, second = store_folders(path)
     assert len(stats(capsys, "store", "ls", first)["entries"]) == 5
     assert stats(capsys, "store", "verify", second)["pages"] == 3
@@ -64,8 +67,31 @@ def test_each_store_can_be_named(path: Path, capsys: pytest.CaptureFixture[str])
         assert f"holds 2 stores; name one of them, like {first}" in message
 
 
+def test_a_store_with_the_new_key_is_not_replaced(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If a server has already stored pages with the new key, `rekey` is refused before it changes anything. Without
+    this store, the store gets the name for the new key."""
+    pytest.importorskip("cryptography")
+    (key := tmp_path / "key").write_bytes(bytes(range(32)))
+    config = ServerStoreConfig(path=str(path), budget=32 << 20, key_file=str(key))
+    assert ServerStore.open(config, VLLM, [PageFormat(PAGE_BYTES)]).stores.close()
+    names = {folder.name for folder in path.iterdir()}
+    plain, encrypted = sorted((one for one in store_folders(path) if "vllm" in one.name), key=_is_encrypted)
+    assert str(encrypted) in refused(capsys, "store", "rekey", plain, "--new-key-file", key)
+    assert {folder.name for folder in path.iterdir()} == names
+    shutil.rmtree(encrypted)
+    done = stats(capsys, "store", "rekey", plain, "--new-key-file", key)
+    assert (done["path"], done["pages"]) == (str(encrypted), 3)
+
+
+def _is_encrypted(store: Path) -> bool:
+    return describe(store).encrypted
+
+
 def test_the_stores_of_a_model_are_pruned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only these, and only if they were not used for the given days; without both flags the command is refused."""
+    """With --model only stores of the model are removed; with --unused-days only stores that were not used for these
+    days. Without both flags the command is refused."""
     sglang, vllm = map(str, store_folders(path))
     assert "--model NAME" in refused(capsys, "store", "prune", path)
     assert stats(capsys, "store", "prune", path, "--model", "m", "--unused-days", "1")["removed"] == []
@@ -82,7 +108,8 @@ def test_a_store_that_cannot_be_read_is_named_beside_the_others(path: Path, caps
 
 
 def test_prune_removes_what_nobody_uses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stores by the days since their last use, which stat shows; one that is open stays, and so does a path of none."""
+    """Stores are removed by the days since their last use, which stat shows. An open store stays. A path without a
+    directory is refused."""
     first, second = store_folders(path)
     os.utime(first / "writer.lock", (86400, 86400))
     assert "1970-01-02 00:00 UTC" in output(capsys, "store", "stat", path)

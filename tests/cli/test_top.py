@@ -36,7 +36,7 @@ def http_server(status: int, text: str, port: int = 0, path: str = "") -> Iterat
             self.wfile.write(text.encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with http.server.HTTPServer(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -48,7 +48,7 @@ def http_server(status: int, text: str, port: int = 0, path: str = "") -> Iterat
             thread.join()
 
 
-# Lines of a vLLM 0.32 with HiCacheOffloadingSpec and a disk; a label with a quote, and two engines.
+# Lines of a vLLM 0.32 with HiCacheOffloadingSpec and a disk. One label has a quote, and there are two engines.
 VLLM = r"""
 # TYPE vllm:num_requests_running gauge
 process_start_time_seconds 1.79600820691e+09
@@ -85,11 +85,12 @@ ANSWERS += [(200, ""), (200, '{"figures": []}'), (200, '{"figures": {"a": 1}}')]
 def test_another_server_is_one_line(status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """If the server is not hicache's, the command ends with status 2 and one line that names the server."""
     with http_server(status, text) as (host, port):
-        assert f"http://{host}:{port} is neither hicache serve nor vLLM: " in refused(capsys, "top", f"{host}:{port}")
+        found = refused(capsys, "top", f"{host}:{port}")
+    assert f"http://{host}:{port} is neither hicache serve nor vLLM nor SGLang: " in found
 
 
 def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy of the environment, as behind that of a company, is asked for other machines alone."""
+    """Behind a proxy in the environment, as in a company, `top` uses the proxy only for other machines."""
     with http_server(502, "a proxy") as (host, port), http_server(200, OURS) as (_, own):
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, f"http://{host}:{port}")
@@ -104,7 +105,7 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A closed port, and a server that speaks no HTTP: one line with the address."""
+    """A closed port, and a server that does not speak HTTP, give one line with the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -116,14 +117,15 @@ def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFix
 
         thread = threading.Thread(target=greet)
         thread.start()
-        assert f"{url} is neither hicache serve nor vLLM: " in refused(capsys, "top", url)
+        assert f"{url} is neither hicache serve nor vLLM nor SGLang: " in refused(capsys, "top", url)
         thread.join()
     found = refused(capsys, "top", url)
-    assert f"no server at {url}: " in found and "of a vLLM" in found
+    assert f"no server at {url}: " in found and "'hicache serve', vLLM or SGLang" in found
 
 
 def test_a_vllm_with_hicache_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """The tiers, transfers, reasons and faults of its /metrics, summed over engines; absent figures are `-`."""
+    """`top` shows the tiers, transfers, reasons and faults of a vLLM's /metrics, summed over engines. Absent figures
+    are shown as `-`."""
     with http_server(200, VLLM, path="/metrics") as (host, port):
         client = MetricsClient(f"{host}:{port}/metrics")
         reading = client.read()
@@ -139,7 +141,8 @@ def test_a_vllm_with_hicache_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_vllm_that_goes_away_is_named_by_its_own_route(capsys: pytest.CaptureFixture[str]) -> None:
-    """A vLLM whose metrics are gone is no hicache server. vLLM 0.32 answers /metrics.json with its /metrics."""
+    """A vLLM that no longer exports hicache's metrics is no hicache server. vLLM 0.32 answers /metrics.json with its
+    /metrics."""
     with http_server(200, VLLM) as (host, port):
         client = MetricsClient(f"{host}:{port}")
         client.read()
@@ -149,15 +152,15 @@ def test_a_vllm_that_goes_away_is_named_by_its_own_route(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/metrics", "/dashboard"])
 def test_every_address_of_a_server_will_do(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With or without a scheme or a route, the address leads to the figures; `--once` prints the requests, status 0."""
+    """An address works with or without a scheme or a route. `--once` prints the requests and ends with status 0."""
     with http_server(200, OURS) as (host, port):
         assert main(["top", "--once", f"{host}:{port}{path}"]) == 0
     assert "running 3   waiting 4" in capsys.readouterr().out
 
 
 def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    """While nothing answers, the last figures stay with a line that says so; then the new ones are shown. Ctrl-C ends
-    it with status 0."""
+    """While the server does not answer, the last figures stay, with a line that says so. Then the new ones are shown.
+    Ctrl-C ends the command with status 0."""
     out = tmp_path / "out"
     with contextlib.ExitStack() as first:
         host, port = first.enter_context(http_server(200, OURS))
@@ -184,7 +187,7 @@ def reading(time_s: float, start_time_s: float = 1.0, **figures: float) -> Readi
 
 def test_what_two_readings_say() -> None:
     """Rates and hit rates are those of the window, or since the start. After a restart of the server they begin again.
-    Events that never happened have no rate."""
+    Events without any occurrence have no rate."""
     history = History(reading(0, prompt__tokens=1000, hit_tokens__host=100, tokens__computed=900), window_s=10)
     assert history.change is None and history.last.hit_rate("host") == 0.1
     for second in range(1, 31):
@@ -205,11 +208,15 @@ def test_what_two_readings_say() -> None:
     assert reading(1, used__host=1, hit_tokens__remote=1).tiers == ["host", "remote"]
     history.add(reading(101, start_time_s=2.0))
     assert history.change is None and history.last.hit_rate("host") is None
+    history.add(reading(102, start_time_s=2.0, prompt__tokens=50))
+    assert history.change is not None
+    history.add(reading(103, start_time_s=2.0, prompt__tokens=40))
+    assert history.change is None, "fewer tokens: a restart of a server that reports no start time"
 
 
 def test_quantiles_are_of_the_window() -> None:
-    """Those of a histogram are interpolated between its bounds, as Prometheus does, over what came meanwhile; none
-    without an observation, and the largest bound for what is above all."""
+    """Quantiles of a histogram are interpolated between its bounds, as Prometheus does, over the observations of the
+    window. Without an observation there is none; above all bounds it is the largest bound."""
     name = "first_token_s"
 
     def observed(time_s: float, *counts: float) -> Reading:

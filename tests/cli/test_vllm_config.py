@@ -11,10 +11,10 @@ from hicache.integrations.vllm.offloading_settings import offloading_settings
 
 
 def test_the_plug_in_accepts_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line of JSON, also for a path with a colon; the sizes are those of the flags."""
+    """The output is one line of JSON, also for a path with a colon. The sizes are those of the flags."""
     flags = ["--cpu", "1MiB", "--disk", "/nvme/a:b:500GB", "--salt", "t", "--chunk-blocks", "4"]
-    status, out, err = outcome(capsys, "vllm-config", *flags)
-    assert status == 0 and err == "" and out.count("\n") == 1
+    status, out, _ = outcome(capsys, "vllm-config", *flags)
+    assert status == 0 and out.count("\n") == 1
     config = json.loads(out)
     assert config["kv_connector"] == "HiCacheConnector" and config["kv_load_failure_policy"] == "recompute"
     assert config["kv_connector_module_path"] == "hicache.integrations.vllm"
@@ -41,10 +41,29 @@ def test_the_spec_is_named_under_the_connector_of_vllm(capsys: pytest.CaptureFix
 
 
 def test_more_memory_than_the_machine_shares_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    """The JSON is printed all the same: the server may run elsewhere."""
+    """If a size exceeds the shared memory of this machine, a note says so. The JSON is still printed, because the
+    server may run on another machine."""
     status, out, err = outcome(capsys, "vllm-config", "--cpu", "900TB")
     assert status == 0 and json.loads(out)
     assert "/dev/shm" in err and "remount,size=838191G " in err
+
+
+def test_notes_say_the_memory_and_what_small_chunks_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    """The store process needs memory if there is a disk. Chunks of one block are noted unless they were asked for."""
+
+    def notes(*flags: str) -> list[str]:
+        return outcome(capsys, "vllm-config", "--cpu", "1MiB", *flags)[2].splitlines()
+
+    (memory,) = notes("--chunk-blocks", "1")
+    assert "1.0 MiB" in memory and "/dev/shm" in memory and "store process" not in memory
+    memory, chunks = notes("--disk", "/nvme:1GB")
+    assert "store process" in memory and "four times as many chunks" in chunks
+
+
+def test_the_socket_of_a_served_directory_is_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(outcome(capsys, "vllm-config", "--cpu", "1MiB", "--disk", "unix:/run/pages.sock")[1])
+    disk = offloading_settings(config["kv_connector_extra_config"]).disk
+    assert disk is not None and disk.is_served and disk.path == "unix:/run/pages.sock"
 
 
 @pytest.mark.parametrize(

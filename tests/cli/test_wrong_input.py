@@ -1,4 +1,4 @@
-"""Wrong input to any command is status 2 and one line that names the flag, the setting or the file."""
+"""Wrong input to any command gives status 2 and one line that names the flag, the setting or the file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ESCAPES = "\x1b[2J\x1b]0;mine\x07 \x9b31m \u202e \r\n\ud800 end"
 
 
 def record(identity: object = None, page_bytes: object = 4096, **settings: object) -> bytes:
-    """The description of a store, with these changes."""
+    """The record of a store, with these changes."""
     formats = [{"page_bytes": page_bytes, "filter": {"kind": "none"}}]
     content = {"format": 1, "identity": identity or {"model": "m"}}
     content["settings"] = {"budget_bytes": 8 << 20, "durability": "relaxed", "level": 1, "formats": formats, **settings}
@@ -160,7 +160,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("http://127.0.0.1:1 --interval 0", "--interval"),
     ],
 }
-# Settings that no engine can have, whatever its model; the line names the flag as it was given.
+# Settings that no engine can have, whatever its model. The error names the flag as the user wrote it.
 UNUSABLE = [
     ("--kv-events udp://x", "--kv-events"),
     ("--kv-events file:{tmp}/none/events", "--kv-events"),
@@ -198,7 +198,8 @@ def state(folder: Path) -> dict[Path, tuple[int, int]]:
 def test_wrong_input_is_one_line(
     command: str, row: str, culprit: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line with the flag, setting or file, nothing on the output; no file appears, goes or changes."""
+    """Wrong input gives one line with the flag, setting or file, and no output. No file is created, removed or
+    changed."""
     before = state(folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = {"tmp": str(folder), "long": "a" * 5000, "port": taken.getsockname()[1]}
@@ -210,7 +211,8 @@ def test_wrong_input_is_one_line(
 def test_settings_are_refused_before_a_model_is_loaded(
     command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model takes minutes to load. The line about a wrong setting names its flag; no file is made or changed."""
+    """Loading a model takes minutes, so settings are checked first. The line about a wrong setting names its flag, and
+    no file is created or changed."""
 
     def load(*_: object) -> None:
         raise AssertionError("a model is loaded")
@@ -225,7 +227,7 @@ def test_settings_are_refused_before_a_model_is_loaded(
 
 
 def test_an_unknown_flag_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the flag that is most like it, where there is one."""
+    """An unknown flag names the help of its command, and the most similar flag, if there is one."""
     for command, flag, meant in (
         ("serve", "--max-body-byte=1", "--max-body-bytes"),
         ("store stat", "--jsn .", "--json"),
@@ -253,8 +255,9 @@ def test_texts_of_a_store_do_not_reach_the_terminal(tmp_path: Path, capsys: pyte
 def test_paths_as_users_write_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A home and a file URL lead to the same files in settings and commands; what is no path of this machine, or no
-    UTF-8 in a setting, is refused by the name of its setting or flag. The URL of a store takes any bytes."""
+    """A path in the home directory and a file URL lead to the same files in settings and commands. Text that is no path
+    of this machine, or no UTF-8 in a setting, is refused with the name of its setting or flag. The URL of a store may
+    have any bytes."""
     odd = tmp_path / "café 100%"
     odd.mkdir()
     monkeypatch.setenv("HOME", str(odd))

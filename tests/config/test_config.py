@@ -1,4 +1,4 @@
-"""Configuration: what is accepted, where it comes from, and the one line that names the setting when it is not."""
+"""Configuration: the accepted values, their sources, and the one line of error that names a wrong setting."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def flag_of(section: str, name: str) -> str:
 
 
 def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
-    """The same settings make equal configurations, whichever way they come; flags win over the file."""
+    """The same settings make equal configurations from every source. Flags win over the file."""
     disk, advanced = DiskConfig(path="/pages", budget_bytes=2 << 30, level=3), AdvancedConfig(disk_reader_threads=3)
     python = EngineConfig(
         device_tokens=4096, host_bytes=1 << 30, model_id="m", prefetch_timeout_s=0.5, disk=disk, advanced=advanced
@@ -80,7 +80,7 @@ WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"device_tokens": 63}, "device_tokens=63"),
     ({"device_token": 1}, "device_token"),
     ({"mamba_track_interval": 96}, "mamba_track_interval=96"),
-    ({"transfer_chunk_tokens": 64}, "transfer_chunk_tokens"),  # of the section advanced
+    ({"transfer_chunk_tokens": 64}, "transfer_chunk_tokens"),  # a setting of the section `advanced`
     ({"disk": {"path": "/x"}, "host_bytes": 0, "model_id": "m"}, "host_bytes"),
     ({"disk": {"path": "/x"}}, "model_id"),
     ({"disk": {}, "model_id": "m"}, "path"),
@@ -104,7 +104,8 @@ def test_wrong_settings_are_named(changes: dict[str, Any], named: str) -> None:
 
 
 def test_a_section_is_of_its_class() -> None:
-    """A configuration built in Python takes sections only as their classes, and requires a size."""
+    """A configuration that is built in Python takes sections only as instances of their classes, and requires a
+    size."""
     for changes in ({"disk": {"path": "/x"}, "model_id": "m"}, {"advanced": {"staging_bytes": 1 << 20}}):
         with pytest.raises(ConfigError):
             EngineConfig(device_tokens=1024, **changes)  # type: ignore[arg-type]
@@ -114,7 +115,7 @@ def test_a_section_is_of_its_class() -> None:
 
 
 def test_a_later_source_wins(tmp_path: Path) -> None:
-    """The file wins over a command's defaults and a flag over both."""
+    """The file wins over a command's defaults, and a flag wins over both."""
     (tmp_path / "engine.yaml").write_text("host_bytes: 1MiB\n")
     of_file, defaults = ("--config", str(tmp_path / "engine.yaml")), {"device_tokens": 4096, "host_bytes": 1 << 30}
     assert EngineConfig.from_flags(flags(*of_file), **defaults).host_bytes == 1 << 20
@@ -122,7 +123,7 @@ def test_a_later_source_wins(tmp_path: Path) -> None:
 
 
 def test_a_section_of_the_file_can_be_left_empty(tmp_path: Path) -> None:
-    """`disk: null` in the file removes the disk of a command's defaults; flags of the section bring one back."""
+    """`disk: null` in the file removes the disk of a command's defaults. Flags of the section add a disk again."""
     (tmp_path / "engine.yaml").write_text("disk: null\nadvanced: null\n")
     defaults = {"device_tokens": 4096, "model_id": "m", "disk": {"path": "/default"}}
     config = EngineConfig.from_flags(flags("--config", str(tmp_path / "engine.yaml")), **defaults)
@@ -134,9 +135,9 @@ def test_a_section_of_the_file_can_be_left_empty(tmp_path: Path) -> None:
 
 
 def test_auto_is_a_word_and_zero() -> None:
-    """The word auto is accepted where the engine computes a value. host_bytes, dtype and prefill_tokens_per_s keep it,
-    since 0 bytes mean no host tier and a speed of 0 is one; sizes of which 0 makes no sense become 0. Other numbers
-    refuse it."""
+    """The word auto is accepted if the engine computes the value. host_bytes, dtype and prefill_tokens_per_s keep the
+    word, because their 0 has a meaning: no host tier, and a speed of 0. Sizes for which 0 makes no sense become 0.
+    Settings of other numbers refuse "auto"."""
     kept = ("host_bytes", "dtype", "prefill_tokens_per_s")
     words = dict.fromkeys((*kept, "window_tokens", "mamba_size", "host_states"), "auto")
     config = EngineConfig.from_dict({"device_tokens": 64, **words})
@@ -153,13 +154,14 @@ def test_auto_is_a_word_and_zero() -> None:
 
 
 def test_the_dtype_of_a_model_is_not_known_early() -> None:
-    """A dtype that is set is torch's; "auto" is refused with the choices, since only an engine resolves it."""
+    """The configured dtype is one of torch's. "auto" is refused with the choices, because only an engine resolves
+    it."""
     assert EngineConfig(device_tokens=64, dtype="float8_e5m2").torch_dtype is torch.float8_e5m2
     with pytest.raises(ConfigError):
         _ = EngineConfig(device_tokens=64).torch_dtype
 
 
-# Values that no integer, size or number setting accepts.
+# Values that no setting of an integer, a size or a number accepts.
 NO_NUMBER = [None, True, "", "x", "nan", "inf", [1], {}, b"1", float("nan"), float("inf"), -float("inf"), 1j]
 NO_INTEGER = [*NO_NUMBER, 64.0, 64.9, "64.9", -1, 1 << 63, 10**30, "9" * 30, "9" * 5000, 10**5000]
 WRONG: dict[type[Setting], list[object]] = {
@@ -181,7 +183,7 @@ RIGHT = {"device_tokens": 4096, "host_bytes": 1 << 20, "model_id": "m", "disk": 
 
 
 def plain(section: str, name: str, value: object) -> dict[str, object]:
-    """Plain values of a whole configuration, right but for one setting."""
+    """Plain values of a complete configuration, in which only one setting may be wrong."""
     if not section:
         return {**RIGHT, name: value}
     needed = {"disk": {"path": "/x"}, "remote": {"url": "u"}}.get(section, {})
@@ -190,9 +192,8 @@ def plain(section: str, name: str, value: object) -> dict[str, object]:
 
 @pytest.mark.parametrize(("section", "name", "setting"), DECLARED, ids=[f"{at}.{name}" for at, name, _ in DECLARED])
 def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting: Setting, tmp_path: Path) -> None:
-    """A wrong value is a ConfigError of one short line that names the setting if the value was given directly, in a
-    mapping or in YAML, and the flag if a flag gave it. Nothing is cut, rounded or taken
-    for a number."""
+    """A wrong value raises a ConfigError of one short line. If the value was given directly, in a mapping or in YAML,
+    the line names the setting; if a flag gave it, it names the flag. No value is cut, rounded or taken for a number."""
     cls: type = SECTIONS[section]
     is_first = setting is next(other for _, _, other in DECLARED if type(other) is type(setting))
     required: dict[str, object] = {
@@ -210,7 +211,7 @@ def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting
             flag = flag_of(section, name)
             given = flags(f"{flag}={value}")
             doors.append((f"{flag} ", lambda given=given: EngineConfig.from_flags(given, **RIGHT)))
-        # A file is read into a mapping, so that one setting of each kind tells for all.
+        # A file is read into a mapping, so testing one setting of each kind is enough.
         if is_first and isinstance(value, None | bool | int | float | list) and value not in (10**5000,):
             file = tmp_path / "engine.yaml"
             file.write_text(yaml.safe_dump(plain(section, name, value)))
@@ -243,7 +244,7 @@ BROKEN_FILES = [
 
 @pytest.mark.parametrize("content", BROKEN_FILES, ids=lambda content: repr(content[:24]))
 def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
-    """Any content of a configuration file is read or refused with one line, also if flags are given."""
+    """A configuration file with any content is read, or refused with one line, also if flags are given."""
     file = tmp_path / "engine.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -255,7 +256,7 @@ def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
 
 
 def test_sizes_in_bytes() -> None:
-    """Decimal and binary units mean what they say, to the byte at any size."""
+    """Decimal and binary units are exact to the byte at any size."""
     sizes = {
         "512MiB": 512 << 20,
         "2GB": 2 * 10**9,
@@ -271,7 +272,8 @@ def test_sizes_in_bytes() -> None:
 
 
 def test_kernels_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HICACHE_KERNELS decides when set, in any case, the device otherwise, and nonsense raises."""
+    """If HICACHE_KERNELS is set, in any case, it chooses the kernels; otherwise the device does. An invalid value
+    raises."""
     for device, default in (("cpu", "torch"), ("cuda", "triton")):
         monkeypatch.delenv("HICACHE_KERNELS", raising=False)
         assert kernel_choice(torch.device(device)) == default
@@ -285,7 +287,7 @@ def test_kernels_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_variable_of_hicache_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HICACHE_DEBUG decides where it is set; SGLang's name for it counts only where ours is not."""
+    """If HICACHE_DEBUG is set, it decides. SGLang's variable counts only if hicache's is not set."""
     for ours, theirs, on in (("", "", False), ("1", "", True), ("", "1", True), ("0", "1", False), ("", "0", False)):
         monkeypatch.setenv("HICACHE_DEBUG", ours)
         monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", theirs)
@@ -298,8 +300,8 @@ def test_the_variable_of_hicache_takes_precedence(monkeypatch: pytest.MonkeyPatc
     ids=["write", "eviction"],
 )
 def test_policies_are_named_when_an_engine_is_built(setting: str, names: Mapping[str, object]) -> None:
-    """The help of a policy lists every name; another is refused when the engine is built, with a host tier or without
-    one, since a configuration may name a policy of one's own."""
+    """The help of a policy lists every name. Another name is refused when the engine is built, with or without a host
+    tier, because a configuration may name a custom policy."""
     assert all(re.search(rf"\b{name}\b", settings_of(EngineConfig)[setting].help) for name in names)
     for host_bytes in (0, 1 << 20):
         config = EngineConfig(device_tokens=64, host_bytes=host_bytes, **{setting: "sometimes"})  # type: ignore[arg-type]
@@ -308,13 +310,13 @@ def test_policies_are_named_when_an_engine_is_built(setting: str, names: Mapping
 
 
 def test_identity_is_closed() -> None:
-    """Each field that decides what bytes mean changes the identity; the salt changes page keys alone; none may be
-    open."""
+    """Each field that decides the meaning of bytes changes the identity. The salt only changes page keys. No field may
+    be unknown."""
     base = {"device_tokens": 1024, "host_bytes": 1 << 20, "model_id": "m", "dtype": "bfloat16"}
     first = EngineConfig(**base)  # type: ignore[arg-type]
     other_layout = PoolLayout((BufferSpec("k", torch.uint8, (2, 9), "token", (0, 1)),), 4)
     identities = [identity_of(first, {"full": LAYOUT}), identity_of(first, {"full": other_layout})]
-    # Both fp8 formats are kept as uint8, so the layout alone would not tell them apart.
+    # Both fp8 formats are stored as uint8, so the layout alone would not distinguish them.
     for change in ({"model_id": "n"}, {"dtype": "float8_e4m3fn"}, {"dtype": "float8_e5m2"}, {"host_page_size": 32}):
         identities.append(identity_of(EngineConfig(**{**base, **change}), {"full": LAYOUT}))  # type: ignore[arg-type]
     assert len({tuple(identity.items()) for identity in identities}) == len(identities)

@@ -1,4 +1,4 @@
-"""Sizes that the configuration leaves open: what they follow from, and that they are what gets built."""
+"""Sizes that the configuration leaves open: how they are computed, and that the built pools have them."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ MODELS = {
 
 
 def config(**changes: object) -> EngineConfig:
-    """A tier of 1024 tokens in pages of 4, cached in pages of 16."""
+    """A device tier of 1024 tokens in pages of 4, with host pages of 16."""
     values: dict[str, object] = {"device_tokens": 1024, "page_size": 4, "host_page_size": 16, "max_context_len": 512}
     return EngineConfig(**{**values, "max_requests": 3, "dtype": "float32", **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_computed_sizes_are_those_of_built_pools(name: str) -> None:
-    """The bytes of the device tier are those of the pools' buffers; a host tier of computed size has pages in each of
-    its pools and serves; the sizes of a resolved configuration stay when it is resolved again."""
+    """The bytes of the device tier are those of the pools' buffers. A host tier of computed size has pages in each of
+    its pools, and works. Resolving a resolved configuration again does not change its sizes."""
     model = MODELS[name]
     resolved = resolve(config(), model, PLENTY)
     rows = row_bytes(model, torch.float32)
@@ -86,8 +86,8 @@ def test_computed_sizes_are_those_of_built_pools(name: str) -> None:
 
 
 def test_the_dtype_is_that_of_the_model() -> None:
-    """dtype=auto follows the model, or the pool that is passed in, and is bfloat16 where neither says; one that is set
-    stays."""
+    """dtype=auto is the dtype of the model, or of a pool that is passed in, and bfloat16 if neither has one. A
+    configured dtype stays."""
     model = dataclasses.replace(MODELS["full"], dtype=torch.float16)
     auto = config(dtype="auto")
     assert resolve(auto, model, PLENTY).torch_dtype is torch.float16
@@ -111,11 +111,11 @@ def test_the_dtype_is_that_of_the_model() -> None:
     [
         ("cpu", 4, 1000, 8),  # twice the device tier
         ("cpu", 40, 1000, 80),
-        ("cpu", 4, 11, 3),  # half of the memory without reserve and device tier, which are in the same memory
-        ("cuda", 4, 11, 5),  # the device tier is in memory of its own
+        ("cpu", 4, 11, 3),  # half of the memory without the reserve and the device tier, which is in the same memory
+        ("cuda", 4, 11, 5),  # the device tier has its own memory
         ("cuda:1", 40, 1000, 32),  # the limit of pinned memory
         ("cuda", 4, 2, 0.5),  # an eighth of the device tier
-        ("cuda", 4, 1.9, 0),  # less than that
+        ("cuda", 4, 1.9, 0),  # less than an eighth of the device tier would be left
         ("cpu", 4, 5, 0),
         ("cuda", 4, 0, 0),
     ],
@@ -130,19 +130,19 @@ def test_the_host_tier_follows_device_and_memory(
 
 
 def test_a_small_device_tier_gets_the_smallest_host_tier() -> None:
-    """Where twice the device tier is less than a page of each pool and their sinks, these are made."""
+    """If twice the device tier is less than one page of each pool and their sinks, the host tier has exactly these."""
     assert host_bytes(config(), 1 << 10, 1 << 20, PLENTY) == 1 << 20
     assert host_bytes(config(), 1 << 10, GIB, 2 * GIB) == 0
 
 
 def test_sizes_that_are_given_are_kept() -> None:
-    """host_bytes and 0 mean what they say, whatever memory there is; what does not fit is refused with the
-    setting that asked for it."""
+    """A given host_bytes, including 0, is kept, whatever memory there is. If host_bytes does not fit, the error names
+    the setting that requested the host tier."""
     assert host_bytes(config(host_bytes=5 << 20), GIB, 1 << 20, PLENTY) == 5 << 20
     with pytest.raises(OutOfMemory, match="host_bytes"):
         host_bytes(config(host_bytes=5 << 30), GIB, 1 << 20, 4 * GIB)
     free = config(host_bytes="free")
-    assert host_bytes(free, GIB, 1 << 20, 65 * GIB) == 56 * GIB  # with a device tier in the same memory
+    assert host_bytes(free, GIB, 1 << 20, 65 * GIB) == 56 * GIB  # the device tier is in the same memory
     assert host_bytes(dataclasses.replace(free, device="cuda"), GIB, 1 << 20, 64 * GIB) == 56 * GIB
     assert host_bytes(free, GIB, 1 << 20, 4 * GIB) == 2 * GIB
     with pytest.raises(OutOfMemory, match=r"host_bytes=free .* set host_bytes"):
@@ -154,8 +154,8 @@ def test_sizes_that_are_given_are_kept() -> None:
 def test_no_memory_is_no_host_tier(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where memory is short an engine is built without a host tier, says so once, and caches in device pages; with a
-    disk, which needs a host tier, it is refused and names host_bytes."""
+    """If memory is short, an engine is built without a host tier, logs that once, and caches in device pages. An engine
+    with a disk, which needs a host tier, is refused with an error that names host_bytes."""
     monkeypatch.setattr(hicache.build.factory, "available_bytes", lambda: GIB)
     tokens = np.arange(21)
     with caplog.at_level(logging.WARNING, "hicache"), build_engine(config(), MODELS["full"]) as engine:
@@ -170,11 +170,11 @@ def test_no_memory_is_no_host_tier(
 
 
 def test_window_slots_follow_requests_and_chunk() -> None:
-    """Window slots hold a window for each request, a prefill chunk and cached windows of half the bytes of full KV;
-    never more than device_tokens, and never too few for two requests."""
+    """Window slots hold a window for each request, a prefill chunk, and cached windows of half the bytes of full KV.
+    The number of window slots is at most device_tokens, and enough for two requests."""
     rows = RowBytes(full=10, window=50)
     big = config(device_tokens=1 << 20, prefill_chunk_tokens=100)
-    # 24 tokens lie in 2 pages of 16, and in 3 where they begin within one; 100 in 7.
+    # 24 tokens need 2 pages of 16, or 3 if they begin within a page; 100 tokens need 7.
     assert window_tokens(big, 24, rows) == 3 * 48 + 112 + (1 << 20) // 10 // 4 * 4
     assert window_tokens(dataclasses.replace(big, max_requests=4), 24, rows) - window_tokens(big, 24, rows) == 48
     chunk = dataclasses.replace(big, prefill_chunk_tokens=200)
@@ -189,7 +189,8 @@ def test_window_slots_follow_requests_and_chunk() -> None:
 
 
 def test_states_follow_requests_and_kv() -> None:
-    """Two states for each request, and cached ones of at most half the bytes of KV and at most one a page, but two."""
+    """There are two states for each request, and cached states of at most half the bytes of KV, at most one a page, and
+    at least two."""
     assert mamba_size(config(), RowBytes(full=10, state=100)) == 2 * 3 + 1024 * 10 // 2 // 100
     assert mamba_size(config(max_requests=5), RowBytes(full=10, state=100)) == 2 * 5 + 51
     assert mamba_size(config(), RowBytes(full=10, state=1)) == 2 * 3 + 1024 // 16
@@ -198,7 +199,8 @@ def test_states_follow_requests_and_kv() -> None:
 
 
 def test_states_on_the_host_follow_its_pages() -> None:
-    """A third of the host tier is states, which is half as much as its pages; at most one a page, and at least one."""
+    """States are a third of the host tier, which is half as much as its pages. There is at most one state a page, and
+    at least one state."""
     assert host_states(config(), 9000, 160, 100) == 9000 // 3 // 100 - 1
     assert host_states(config(), 9000, 160, 10) == 9000 // 170 - 1
     assert host_states(config(), 9000, 160, 5000) == 1

@@ -1,4 +1,5 @@
-"""The page-major pools: the same bytes as the others', in pages, with the vendor's operation or without."""
+"""The page-major pools: they store the same bytes as other pools, but page by page, with the vendor's operation or
+without it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ mla_of = functools.partial(pool_of, "ascend mla", size=30)
 
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3])
 def test_keys_and_values_by_page(device: str, kernels: str, dtype: torch.dtype) -> None:
-    """Slot s is token s % page_size of page s // page_size; keys and values of all layers are one tensor."""
+    """Slot s is token s % page_size of page s
+
+    page_size. Keys and values of all layers are one tensor."""
     pool = mha_of(device, dtype=dtype)
     loc = torch.tensor([30, 4, 17], device=device)
     k, v = (normal(3, 2, 8, seed=n).to(device) for n in (1, 2))
@@ -37,7 +40,7 @@ def test_keys_and_values_by_page(device: str, kernels: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3])
 def test_latent_rows_by_page(device: str, kernels: str, dtype: torch.dtype) -> None:
-    """Rows stored whole or in two parts are in their pages, and read in two parts again."""
+    """Rows that are stored at once or in two parts are in their pages, and are read again in two parts."""
     pool = mla_of(device, dtype=dtype)
     loc, other = torch.tensor([30, 4], device=device), torch.tensor([9, 17], device=device)
     nope, rope = normal(2, 1, 24, seed=1).to(device), normal(2, 1, 8, seed=2).to(device)
@@ -54,11 +57,13 @@ def test_latent_rows_by_page(device: str, kernels: str, dtype: torch.dtype) -> N
     keys, values = pool.get_kv_buffer(2)
     assert torch.equal(keys.float().cpu(), complete) and torch.equal(values.float().cpu(), complete[..., :24])
     assert pool.kv_buffer.shape == (3, 9, 4, 32) and keys.data_ptr() == pool.kv_buffer[2].data_ptr()
-    assert pool.layer_buffers(2)[0].shape[0] == 36  # whole pages
+    assert pool.layer_buffers(2)[0].shape[0] == 36  # complete pages
 
 
 class NpuCaches:
-    """The vendor's two operations as their manual has them: `cache[slot // block, slot % block] = row`, int32 slots."""
+    """A stand-in for the vendor's two operations, as their manual describes them: `cache[slot
+
+    block, slot % block] = row`, int32 slots."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -80,7 +85,7 @@ class NpuCaches:
 
 
 def test_the_vendors_operation_stores_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the vendor's operations the pools hold the same bytes as without."""
+    """With the vendor's operations the pools hold the same bytes as without them."""
     npu, loc = NpuCaches(), torch.tensor([30, 4, 17])
     k, v, nope, rope = (normal(3, heads, n, seed=n) for heads, n in ((2, 8), (2, 8), (1, 24), (1, 8)))
     results = []
@@ -96,7 +101,7 @@ def test_the_vendors_operation_stores_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_vendors_package_serves_its_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On other devices the package is not used even where it can be imported."""
+    """On other devices the vendor's package is not used, even if it can be imported."""
     monkeypatch.setattr("hicache.device.ascend.torch_npu", SimpleNamespace())
     pool = mha_of()
     pool.set_kv_buffer(0, torch.tensor([4]), normal(1, 2, 8), normal(1, 2, 8))

@@ -1,4 +1,5 @@
-"""Memory of the device tier: how much fits, where it comes from, when it is taken, how full it is."""
+"""Memory of the device tier: how many tokens fit, where the memory comes from, when it is allocated, and how full it
+is."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ PACKAGES = ("torch_memory_saver", "mooncake", "mooncake.allocator")
 
 @pytest.fixture
 def fakes(no_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imports find the packages of tests/support/fake_packages, whatever is installed."""
+    """Imports find the packages of tests/support/fake_packages, even if the real ones are installed."""
     for name in PACKAGES:
         del sys.modules[name]
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "support" / "fake_packages")
@@ -43,7 +44,7 @@ def fakes(no_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if none of these packages were installed."""
+    """Imports find none of `PACKAGES`."""
     for name in PACKAGES:
         monkeypatch.setitem(sys.modules, name, None)
 
@@ -53,7 +54,8 @@ def lazy_pool(device: str = "cpu", lazy: bool = True) -> MHATokenToKVPool:
 
 
 def test_a_layer_is_allocated_at_its_first_use(device: str) -> None:
-    """Only layers that were used take memory, each once, zero-filled; reads and writes are those of an eager pool."""
+    """Only layers that were used take memory, each once and zero-filled. Reads and writes of a lazy pool give the bytes
+    of an eager pool."""
     pool, eager = lazy_pool(device), lazy_pool(device, lazy=False)
     layer_bytes = 20 * 2 * (8 + 4) * 2
     assert (
@@ -79,7 +81,8 @@ def test_a_layer_is_allocated_at_its_first_use(device: str) -> None:
 
 @pytest.mark.gpu
 def test_no_first_use_within_a_graph() -> None:
-    """A layer first used under capture is refused with both ways out; one used before is stored to at replay."""
+    """If a layer is first used while a graph is captured, it is refused, and the error names both remedies. A layer
+    that was used before is written in each replay."""
     pool = lazy_pool("cuda")
     loc = torch.tensor([4, 9], device="cuda")
     k, v = torch.ones(2, 2, 8, device="cuda", dtype=BF16), torch.ones(2, 2, 4, device="cuda", dtype=BF16)
@@ -99,8 +102,8 @@ def test_no_first_use_within_a_graph() -> None:
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("kind", sorted(EVERY_MODEL))
 def test_an_engine_allocates_in_the_region_of_the_memory_saver(kind: str) -> None:
-    """With `enable_memory_saver` pools, states and request table of an engine are allocated in the region kv_cache;
-    without it nothing is."""
+    """With `enable_memory_saver` pools, states and request table of an engine are allocated in the region kv_cache.
+    Without `enable_memory_saver` the region is empty."""
     saver, sizes = importlib.import_module("torch_memory_saver").torch_memory_saver, []
     for enabled in (True, False):
         saver.num_bytes.clear()
@@ -117,7 +120,7 @@ def test_an_engine_allocates_in_the_region_of_the_memory_saver(kind: str) -> Non
 
 @pytest.mark.usefixtures("fakes")
 def test_a_pool_of_ones_own_agrees_about_the_memory_saver() -> None:
-    """A pool outside the region is refused by an engine with the memory saver, which names the setting."""
+    """An engine with the memory saver refuses a pool outside the region. The error names the setting."""
     pool = MHATokenToKVPool(128, 4, torch.float32, 1, 8, 2, "cpu", False)
     with pytest.raises(ConfigError, match="enable_memory_saver"):
         build_engine(config(enable_memory_saver=True), pool)
@@ -126,7 +129,8 @@ def test_a_pool_of_ones_own_agrees_about_the_memory_saver() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fakes")
 def test_a_pool_lies_in_the_memory_pool_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the buffers of a pool are segments of the memory pool; those of a pool built without it are not."""
+    """On a GPU the buffers of a pool are segments of the memory pool. A pool that was built without the memory pool has
+    its buffers elsewhere."""
     monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
     try:
         pool = lazy_pool("cuda", lazy=False)
@@ -142,13 +146,13 @@ def test_a_pool_lies_in_the_memory_pool_of_mooncake(monkeypatch: pytest.MonkeyPa
 
 
 def kv_layout() -> PoolLayout:
-    """32 layers, 8 heads of 128, bf16: 128 KiB a token."""
+    """A layout of 32 layers with 8 heads of 128 in bf16: 128 KiB a token."""
     layers = tuple(range(32))
     return PoolLayout(tuple(BufferSpec(name, BF16, (8, 128), "token", layers) for name in "kv"), 16)
 
 
 def test_capacity_is_what_a_pool_takes() -> None:
-    """A pool of the planned size takes no more than the budget, and one page more would."""
+    """A pool of the planned size takes at most the budget; with one more page it would take more."""
     spec = {"head_num": 2, "head_dim": 8, "layer_num": 3, "device": "cpu", "enable_memory_saver": False}
     layout = MHATokenToKVPool(size=4, page_size=4, dtype=BF16, **spec).layout
     size = plan_capacity(100_000, 30_000, layout, reserve_ratio=0.25)
@@ -158,7 +162,7 @@ def test_capacity_is_what_a_pool_takes() -> None:
 
 
 def test_rows_of_pages_and_requests_are_counted() -> None:
-    """Rows a page take their share of a page; states are set aside for the requests and the sink."""
+    """A row for a page takes its share of the page. States are reserved for the requests and the sink."""
     kv, page = BufferSpec("k", BF16, (50,), "token", (0, 1)), BufferSpec("s", torch.uint8, (7,), "page", (0, 1))
     state = BufferSpec("temporal", torch.float32, (250,), "request", (2, 3))
     per_page = 2 * (4 * 100 + 7)
@@ -169,7 +173,7 @@ def test_rows_of_pages_and_requests_are_counted() -> None:
 
 
 def test_bad_plans_are_refused() -> None:
-    """Both shares or none, shares out of range, and models that are too large raise an error."""
+    """Both shares together or none, shares out of range, and models that are too large raise an error."""
     plan = functools.partial(plan_capacity, GIB, 0, kv_layout())
     refused(
         ConfigError,
@@ -182,14 +186,14 @@ def test_bad_plans_are_refused() -> None:
         lambda: plan_capacity(GIB, -1, kv_layout(), reserve_ratio=0.1),
         lambda: plan_capacity(0, 0, kv_layout(), reserve_ratio=0.1),
     )
-    for share in ("mem_fraction_static", "reserve_ratio"):  # which is the setting to change
+    for share in ("mem_fraction_static", "reserve_ratio"):  # the settings that the user could change
         with pytest.raises(OutOfMemory, match=share):
             plan_capacity(GIB, GIB - 1000, kv_layout(), **{share: 0.9})
 
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_allocators_tell_how_full_they_are(page: int) -> None:
-    """Total, used, utilisation, pages and free pages follow what is allocated; levels change above their limits."""
+    """Total, used, utilisation, pages and free pages follow the allocations. Levels change above their limits."""
     sizes = (100, BF16) if page == 1 else (100 * page + 3, page, BF16)
     allocator = (TokenToKVPoolAllocator if page == 1 else PagedTokenToKVPoolAllocator)(*sizes, "cpu", None, True)
     seen = []
@@ -215,7 +219,8 @@ HISTORY = [
 
 
 def test_the_plot_shows_used_and_free_by_tier(tmp_path: Path) -> None:
-    """One panel a tier, one line each for used and free, with the samples that name the tier, in GiB; it saves."""
+    """The plot has one panel for each tier, with one line for used and one for free memory in GiB, from the samples
+    that name the tier. The plot is saved to a file."""
     pytest.importorskip("matplotlib")
     figure = plot_memory_usage(HISTORY)
     assert [axes.get_title() for axes in figure.axes] == ["device", "host"]

@@ -15,9 +15,10 @@ LAYERS, HEADS, DIM, PAGE, MAX_BATCH = 3, 2, 16, 16, 8
 
 
 class DecodeStep:
-    """Static inputs of a step over `MAX_BATCH` requests, and the step: keys and values of every layer to `slots`.
+    """Static inputs of a step over `MAX_BATCH` requests, and the step, which stores keys and values of every layer at
+    `slots`.
 
-    A hidden row stands for the model: each layer stores functions of it, so that layers differ, and keys and values.
+    A hidden row stands for the model. Each layer stores a different function of it, for keys and for values.
     """
 
     def __init__(self, pool: MHATokenToKVPool, scale: torch.Tensor | None) -> None:
@@ -42,7 +43,7 @@ class DecodeStep:
         return graph
 
     def load(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
-        """Inputs of a real batch; what is beyond it writes to slot 0."""
+        """Copy the inputs of a real batch. The remaining entries write to slot 0."""
         n = len(slots)
         self.hidden[:n].copy_(hidden)
         self.slots.zero_()
@@ -56,14 +57,15 @@ def pool_of(dtype: torch.dtype, alt_stream: bool) -> MHATokenToKVPool:
 
 
 def stored(pool: MHATokenToKVPool) -> list[torch.Tensor]:
-    """All rows but the sink's."""
+    """All rows except the sink's."""
     return [buffer[PAGE:].clone() for layer in range(LAYERS) for buffer in pool.layer_buffers(layer)]
 
 
 @pytest.mark.parametrize("alt_stream", [True, False])
 @pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)])
 def test_replays_equal_eager_steps(alt_stream: bool, dtype: torch.dtype, scaled: bool) -> None:
-    """Over growing sequences in shrinking, padded batches, every replay leaves each layer as the eager step does."""
+    """Over growing sequences in shrinking, padded batches, every replay leaves each layer equal to that of the eager
+    step."""
     scale = torch.tensor([0.5], device="cuda") if scaled else None
     replayed, eager = DecodeStep(pool_of(dtype, alt_stream), scale), DecodeStep(pool_of(dtype, alt_stream), scale)
     graph = replayed.capture()
@@ -93,7 +95,7 @@ def test_replays_equal_eager_steps(alt_stream: bool, dtype: torch.dtype, scaled:
         used |= set(slots.tolist())
         for got, expected in zip(stored(replayed.pool), stored(eager.pool), strict=True):
             assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-        # And both hold what the step means, at the slots of this step.
+        # The replayed and the eager pool have the expected values at the slots of this step.
         keys = replayed.pool.get_key_buffer(2).float()[slots]
         wide = (hidden * 3).float() / (0.5 if scaled else 1.0)
         assert torch.equal(keys, wide.to(dtype).float())

@@ -1,4 +1,4 @@
-"""The pool of keys, values and labels."""
+"""The pool of keys, values and labels for double sparse attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 @pytest.mark.parametrize("dtype", [BF16, F32, E4M3])
 def test_what_is_stored_is_read(device: str, kernels: str, dtype: torch.dtype) -> None:
-    """Keys and values over their scales, and labels as they are, read back at their slots only; inputs stay."""
+    """Keys and values, divided by their scales, and unchanged labels are read back, at their slots only. The inputs do
+    not change."""
     pool = pool_of("double sparse", device, dtype=dtype)
     loc = torch.tensor([30, 4, 17], device=device)
     k, v, label = (normal(3, 2, n, seed=n).to(device) for n in (8, 9, 3))

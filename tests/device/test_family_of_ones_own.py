@@ -1,4 +1,4 @@
-"""A new attention family is one file: a pool written here goes through all tiers without any other change."""
+"""A new attention family takes one file: the pool in this file works in all tiers without any other change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from waiting import eventually
 
 SIZE, PAGE, LAYERS = 512, 16, 2
 KEY_HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM = 4, 8, 2, 12
-PROMPT_LEN, CACHED_LEN = 200, 192  # three host pages of 64 tokens, and the rest of the prompt
+PROMPT_LEN, CACHED_LEN = 200, 192  # three host pages of 64 tokens, and an incomplete page
 
 
 class AsymmetricKVPool(RowPool):
@@ -40,7 +40,7 @@ class AsymmetricKVPool(RowPool):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """As the base's; a token's importance is the largest magnitude of its keys."""
+        """Store rows like the base class. The importance of a token is the largest magnitude of its keys."""
         self._check_loc(loc)
         k, v, k_scale, v_scale = self._storable_kv(cache_k, cache_v, loc.numel(), k_scale, v_scale)
         k_buffer, v_buffer, importance = self._stored[self._index(layer)]
@@ -48,7 +48,7 @@ class AsymmetricKVPool(RowPool):
         importance[loc] = cache_k.abs().amax((1, 2)).float()[:, None]
 
     def get_importance(self, layer_id: int) -> torch.Tensor:
-        """Importance `[slots, 1]` of a layer, after waiting for it."""
+        """Importance `[slots, 1]` of a layer, after waiting for that layer."""
         return self._stored[self._wait_for(layer_id)][2]
 
 
@@ -86,7 +86,7 @@ def serve(engine: CacheEngine, pool: AsymmetricKVPool, seed: int) -> None:
 
 
 def check_cached(engine: CacheEngine, pool: AsymmetricKVPool, lease: Lease, seed: int) -> None:
-    """The cached part of the prompt reads as what `serve` stored, in every buffer of every layer."""
+    """Check that the cached part of the prompt has the rows that `serve` stored, in every buffer of every layer."""
     assert lease.cached_len == CACHED_LEN
     engine.begin_forward([lease])
     slots = lease.slots_of(0, CACHED_LEN)
@@ -98,8 +98,8 @@ def check_cached(engine: CacheEngine, pool: AsymmetricKVPool, lease: Lease, seed
 
 
 def test_its_rows_come_back_from_host_and_disk(device: str, tmp_path: Path) -> None:
-    """Rows in a custom pool are read back from the host after their eviction from the device, and from disk by a second
-    engine."""
+    """Rows in a custom pool are restored from the host after their eviction from the device. A second engine restores
+    them from disk."""
     pool = AsymmetricKVPool(device)
     token_bytes = (KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM) * 2 + 4
     assert pool.layout.page_bytes(64) == 64 * LAYERS * token_bytes

@@ -1,4 +1,4 @@
-"""Hybrid models: attention layers under global ids, and a request table that hands out rows and states together."""
+"""Hybrid models: attention layers under global ids, and a request table that allocates rows and states together."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def rows(pool: HybridReqToTokenPool, requests: list[Request]) -> list[int]:
 
 
 def test_attention_layers_by_global_id(device: str) -> None:
-    """Rows stored under global ids are read under them, and stored in dense layers of the inner pool; an id without
-    attention is a ValueError."""
+    """Rows that are stored under global ids are read under them, and are in dense layers of the inner pool. An id
+    without attention raises ValueError."""
     pool = hybrid(device)
     loc = torch.tensor([2, 9], device=device)
     stored = {}
@@ -77,7 +77,7 @@ def test_attention_layers_by_global_id(device: str) -> None:
 
 
 def test_latent_rows() -> None:
-    """With use_mla the rows are latent, set and read in two parts; without, that is refused."""
+    """With use_mla the rows are latent, and are set and read in two parts. Without use_mla such calls are refused."""
     pool, counter = hybrid(use_mla=True, kv_lora_rank=6, qk_rope_head_dim=2), Recorder()
     loc, nope, rope = torch.tensor([5, 2]), torch.randn(2, 1, 6), torch.randn(2, 1, 2)
     pool.register_layer_transfer_counter(counter)
@@ -96,8 +96,8 @@ def test_latent_rows() -> None:
 
 
 def test_layouts_and_layer_map() -> None:
-    """The attention layout names global ids; with a state pool its space follows, over other layers or the same. Spaces
-    are named by component."""
+    """The attention layout names global ids. With a state pool its space follows, over other layers or the same ones.
+    Spaces have the names of components."""
     pool = hybrid(mamba_pool=MambaPool(5, params(), "cpu"))
     full, mamba = pool.slot_spaces
     assert (full.name, mamba.name) == ("full", "mamba")
@@ -110,7 +110,8 @@ def test_layouts_and_layer_map() -> None:
 
 
 def test_a_state_brought_along_is_kept() -> None:
-    """A request whose state a cache filled before it got a row keeps that state, and its bytes."""
+    """A cache fills the state of a request before the request gets a row. The request keeps this state with its
+    bytes."""
     pool = table()
     state = pool.mamba_pool.alloc(1)
     assert state is not None
@@ -124,7 +125,8 @@ def test_a_state_brought_along_is_kept() -> None:
 
 
 def test_wrong_calls_are_refused() -> None:
-    """Checkpoints without the extra buffer, or of requests without row or state, and layers that are none, raise."""
+    """These raise: checkpoints without the extra buffer, checkpoints of requests without row or state, and unknown
+    layers."""
     pool = table()
     refused(ConfigError, lambda: pool.checkpoint([]), lambda: pool.take_checkpoint(Request()))
     pool = table(enable_mamba_extra_buffer=True)
@@ -175,8 +177,9 @@ def test_handing_out_does_not_wait() -> None:
     history=st.lists(st.tuples(st.sampled_from("aarsctn"), st.integers(0, 99)), min_size=30, max_size=60),
 )
 def test_any_history_conserves_rows_and_states(device: str, extra: bool, history: list[tuple[str, int]]) -> None:
-    """After any allocs, frees, checkpoints and donations, each row and state has one owner, also of a request that is
-    named twice, the mapping says which, and all can be freed. Without the extra buffer there are no checkpoints."""
+    """After any allocs, frees, checkpoints and donations, each row and state has one owner, also if a request is
+    named twice. The mapping has this owner, and everything can be freed. Without the extra buffer there are no
+    checkpoints."""
     pool = table(3, 8, device=device, enable_mamba_extra_buffer=extra)
     running: list[Request] = []
     donated: list[int] = []
@@ -188,7 +191,7 @@ def test_any_history_conserves_rows_and_states(device: str, extra: bool, history
             if (got := pool.alloc(named)) is not None:
                 assert got == [r.req_pool_idx for r in named]
                 running += fresh
-            else:  # too few rows or states: no request gets any
+            else:  # too few rows or states, so no request gets any
                 assert all(set(vars(r).values()) == {None} for r in fresh)
         elif action == "r" and request:
             pool.free_mamba_cache(request)
@@ -203,11 +206,11 @@ def test_any_history_conserves_rows_and_states(device: str, extra: bool, history
         elif action == "n" and donated:
             pool.mamba_pool.free(torch.tensor([donated.pop(choice % len(donated))], device=device))
         elif action == "s" and request:
-            # A finished request donates its running state, and its row goes back.
+            # A finished request donates its running state and frees its row.
             donated.append(number(request.mamba_pool_idx))
             request.mamba_pool_idx = None
             pool.free(request)
-            if extra:  # its checkpoint is left
+            if extra:  # its checkpoint still has to be freed
                 pool.free_mamba_cache(request)
             running.remove(request)
         pool.check()

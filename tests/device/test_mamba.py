@@ -1,4 +1,4 @@
-"""The pool of recurrent states: states are allocated zeroed, copied whole, and freed once."""
+"""The pool of recurrent states: states are allocated zeroed, copied completely, and freed once."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     [(1, 8, 64 + 2 * 8 * 5, 4), (2, 8, 32 + 2 * 4 * 5, 2), (4, 2, 16 + 2 * 5, 1), (4, 1, 16 + 2 * 5, 1)],
 )
 def test_shapes_split_over_ranks(tp: int, groups: int, conv: int, temporal: int) -> None:
-    """Channels and heads split; a group shared by several ranks is kept by each; the window is one below the kernel."""
+    """Channels and heads are split over ranks. Each rank keeps a copy of a group that several ranks share. The window
+    is one shorter than the kernel."""
     shape = Mamba2StateShape.create(tp, 64, groups, 4, 16, 5, 4)
     assert shape.conv == ((conv, 3),) and shape.temporal == (temporal, 16, 5)
 
 
 def test_shapes_that_do_not_split_are_refused() -> None:
-    """Heads, groups, channels and kernels that do not fit the ranks, and no layers, raise."""
+    """Heads, groups, channels and kernels that do not fit the ranks raise, and so does a model without layers."""
     refused(
         ConfigError,
         lambda: Mamba2StateShape.create(3, 66, 3, 4, 16, 5, 4),
@@ -67,7 +68,8 @@ def test_shapes_that_do_not_split_are_refused() -> None:
 
 
 def test_dtypes_come_from_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 unless the environment, under either name, or an argument says otherwise; convolutions bfloat16."""
+    """States are float32 unless the environment, under either name, or an argument says otherwise. Convolutions are
+    bfloat16."""
     params = Mamba2CacheParams(SHAPE, LAYERS)
     assert (params.temporal_dtype, params.conv_dtype) == (torch.float32, torch.bfloat16)
     assert params.layout.page_bytes(1) == 3 * (18 * 3 * 2 + 2 * 4 * 5 * 4)
@@ -81,7 +83,8 @@ def test_dtypes_come_from_argument_or_environment(monkeypatch: pytest.MonkeyPatc
 
 
 def test_states_are_zeroed_and_whole(device: str, kernels: str) -> None:
-    """States 1..size come out once each, zeroed in every layer and tensor; short is None and changes nothing."""
+    """States 1..size are allocated once each, zeroed in every layer and tensor. If too few are free, the result is None
+    and nothing changes."""
     pool = pool_of(device=device)
     fill(pool)
     before = {slot: state(pool, slot) for slot in range(7)}
@@ -103,7 +106,7 @@ def test_states_are_zeroed_and_whole(device: str, kernels: str) -> None:
 
 
 def test_forks_and_copies_are_whole_states(device: str, kernels: str) -> None:
-    """A fork is a new state of equal bytes that later writes to its source do not reach; so is a copy."""
+    """A fork is a new state with equal bytes, which later writes to its source do not change. A copy is too."""
     pool = pool_of(device=device)
     slots = must(pool.alloc(3))
     fill(pool)
@@ -123,7 +126,7 @@ def test_forks_and_copies_are_whole_states(device: str, kernels: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafts", [None, 3])
 def test_nothing_waits_for_the_device(drafts: int | None) -> None:
-    """alloc, free, fork and copy of states never make the host wait."""
+    """Allocating, freeing, forking and copying states never makes the host wait for the device."""
     pool = MambaPool(6, Mamba2CacheParams(SHAPE, LAYERS), "cuda", speculative_num_draft_tokens=drafts)
     pool.free(must(pool.fork_from(must(pool.alloc(1)))))
     with no_waits():
@@ -137,7 +140,7 @@ def test_nothing_waits_for_the_device(drafts: int | None) -> None:
 
 
 def test_bad_calls_raise_and_change_nothing() -> None:
-    """Double frees, foreign states and copies that read what they write raise, and nothing changes."""
+    """Freeing a state twice, foreign states, and copies that read states that they write raise. Nothing changes."""
     pool = pool_of()
     slots = must(pool.alloc(3))
     fill(pool)
@@ -167,7 +170,7 @@ def test_bad_calls_raise_and_change_nothing() -> None:
 
 
 def test_check_reports_every_violation() -> None:
-    """A state free twice, out of range, allocated too, or lost is a violation."""
+    """`check` reports a state that is free twice, out of range, both free and allocated, or lost."""
     pool = pool_of()
     must(pool.alloc(2))
     for wrong in ([3, 3, 4, 5, 6], [3, 4, 5, 7], [0, 4, 5, 6], [1, 4, 5, 6], [4, 5, 6]):
@@ -176,7 +179,8 @@ def test_check_reports_every_violation() -> None:
 
 
 def test_views_of_a_layer_are_the_pool() -> None:
-    """`mamba2_layer_cache` gives views by global layer id, and waits for its layer by dense index; copies for all."""
+    """`mamba2_layer_cache` gives views by global layer id and waits for the layer by its dense index. Copies wait for
+    all layers."""
     pool, counter = pool_of(), Recorder()
     pool.register_layer_transfer_counter(counter)
     cache = pool.mamba2_layer_cache(4)
@@ -191,7 +195,7 @@ def test_views_of_a_layer_are_the_pool() -> None:
 
 @pytest.mark.parametrize(("states", "expected"), [(0, 6), (2, 2)])
 def test_draft_buffers(states: int, expected: int) -> None:
-    """Speculation adds a state and a window per draft token, for the given number of requests, or for all."""
+    """Speculation adds a state and a window for each draft token, for the given number of requests or for all."""
     pool = pool_of(spec_state_size=states, speculative_num_draft_tokens=3)
     cache = pool.mamba_cache
     assert isinstance(cache, SpeculativeMambaState)
@@ -205,7 +209,8 @@ def test_draft_buffers(states: int, expected: int) -> None:
 
 
 def test_layout_tells_what_is_stored() -> None:
-    """Rows are per request; names, order, dtype and shape are those of the tensors, and a page is one state."""
+    """The layout has one row for each request, and the names, order, dtypes and shapes of the tensors. A page is one
+    state."""
     pool = pool_of()
     (space,) = pool.slot_spaces
     assert space.layout.layers == tuple(LAYERS) and space.num_slots == 7
@@ -217,7 +222,7 @@ def test_layout_tells_what_is_stored() -> None:
 
 
 def test_cpu_copies_come_back(device: str) -> None:
-    """A copy on the CPU written to other states gives the same bytes in all layers."""
+    """A copy on the CPU that is written to other states gives the same bytes in all layers."""
     pool = pool_of(device=device)
     slots = must(pool.alloc(4))
     fill(pool)

@@ -1,4 +1,4 @@
-"""The pool of keys and values: what goes in comes out, by value."""
+"""The pool of keys and values: stored values are read back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_kv(tokens: int, v_dim: int = 5, seed: int = 0) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("dtype", [BF16, F32, torch.float16, E4M3, E5M2])
 @pytest.mark.parametrize("v_dim", [8, 5])
 def test_what_is_stored_is_read(device: str, kernels: str, dtype: torch.dtype, v_dim: int) -> None:
-    """Each layer's rows read back as the input cast to the pool's dtype, at their slots only."""
+    """The rows of each layer are read back as the input in the pool's dtype, at their slots only."""
     pool = pool_of("mha", device, dtype=dtype, v_head_dim=v_dim)
     loc = torch.tensor([30, 4, 17, 9, 33], device=device)
     expected = []
@@ -41,7 +41,8 @@ def test_what_is_stored_is_read(device: str, kernels: str, dtype: torch.dtype, v
 
 @pytest.mark.parametrize("dtype", [E4M3, BF16])
 def test_scales_divide_and_inputs_stay(device: str, kernels: str, dtype: torch.dtype) -> None:
-    """A stored value is the input over its scale, also of several numbers; input and scale keep their values."""
+    """A stored value is the input divided by its scale, which may be one number or several. Input and scale do not
+    change."""
     pool = pool_of("mha", device, dtype=dtype)
     k, v = (x.to(device) for x in random_kv(3))
     v_scale = torch.tensor([4.0], device=device)
@@ -57,7 +58,8 @@ def test_scales_divide_and_inputs_stay(device: str, kernels: str, dtype: torch.d
 
 @pytest.mark.gpu
 def test_a_pool_larger_than_the_device_is_refused() -> None:
-    """A pool that does not fit raises OutOfMemory with bytes needed, bytes free and the setting, and leaves nothing."""
+    """A pool that does not fit raises OutOfMemory with the needed bytes, the free bytes and the setting, and leaves no
+    memory allocated."""
     before = torch.cuda.memory_allocated()
     with pytest.raises(OutOfMemory, match="device_tokens"):
         pool_of("mha", "cuda", size=1 << 40)

@@ -1,4 +1,4 @@
-"""The pool of sparse latent attention: index keys by page, latent rows by token."""
+"""The pool of sparse latent attention: index keys are stored by page, latent rows by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = 4
 
 
 def held(pool: NSATokenToKVPool, layer_id: int, slot: int) -> tuple[bytes, bytes, bytes]:
-    """The content of a slot by the format: its latent row, its index key and its scale."""
+    """The content of a slot by the format of the pool: its latent row, its index key and its scale."""
     latent, index = (buffer.cpu() for buffer in pool.layer_buffers(layer_id))
     page, token = divmod(slot, pool.page_size)
     scales = pool.page_size * 128
@@ -50,7 +50,8 @@ def test_quantised_keys_are_found_by_page(device: str, kernels: str) -> None:
 
 
 def test_a_page_of_64_is_8192_bytes_and_256() -> None:
-    """At page 64 a page is 8192 bytes of keys and then 256 of scales; the alias is the class."""
+    """With pages of 64 tokens a page has 8192 bytes of keys and then 256 bytes of scales. The alias is the same
+    class."""
     pool = pool_of("nsa", page_size=64)
     assert pool.index_k_with_scale_buffer[0].shape == (2, 8192 + 256)
     pool.set_index_k_scale_buffer(0, torch.tensor([65]), torch.full((1, 128), 9, dtype=U8), torch.tensor([[0.25]]))

@@ -1,4 +1,4 @@
-"""The contract of the base class, for every pool."""
+"""The contract of the base class, tested for every pool."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hicache.errors import ConfigError, ShapeError
 E4M3 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"nsa"}))  # whose rows do not all belong to tokens
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"nsa"}))  # not all rows of nsa belong to tokens
 def test_copies_and_moves(device: str, kernels: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU copies, in chunks, come back at other slots, and moves read before they write, in every buffer of every
-    layer; other numbers of slots or layers are refused."""
+    """CPU copies, in chunks, are restored to other slots, and moves read before they write, in every buffer of every
+    layer. Other numbers of slots or layers are refused."""
     monkeypatch.setattr(base, "COPY_CHUNK_TOKENS", 4)
     pool = pool_of(kind, device, start_layer=2)
     fill(pool)
@@ -49,7 +49,8 @@ def test_copies_and_moves(device: str, kernels: str, kind: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_describes_itself(kind: str) -> None:
-    """The layout tells names, dtypes, shapes and bytes of the tensors; addresses and bytes a page are theirs."""
+    """The layout has the names, dtypes, shapes and bytes of the tensors. The addresses, and the bytes of a page, are
+    those of the tensors too."""
     pool = pool_of(kind, start_layer=2)
     layout = pool.layout
     assert layout.layers == pool.layer_ids == (2, 3, 4) and layout.device_page_size == pool.page_size
@@ -88,7 +89,7 @@ TOKEN_BYTES = {
 
 
 def test_stored_layouts_keep_their_names() -> None:
-    """Names and bytes of a token are part of the identity of a store, so two kinds of pools never share pages."""
+    """The identity of a store includes names and bytes of a token, so two kinds of pools never share pages."""
     layouts = {kind: pool_of(kind).layout for kind in NAMES}
     assert {kind: [spec.name for spec in layout.buffers] for kind, layout in layouts.items()} == NAMES
     assert {kind: layout.token_bytes for kind, layout in layouts.items()} == {k: 3 * n for k, n in TOKEN_BYTES.items()}
@@ -122,8 +123,8 @@ GETTERS: dict[str, list[Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_getters_wait_for_their_layer(kind: str) -> None:
-    """Every getter waits for its layer by dense index, and a move for all; stores and looking at buffers do not. Rows
-    that are loaded are those of the buffers."""
+    """Every getter waits for its layer by dense index, and a move waits for all layers. Stores, and access to buffers,
+    do not wait. `load_kv` returns the rows of the buffers."""
     pool, counter = pool_of(kind, start_layer=5), Recorder()
     pool.get_key_buffer(5)
     pool.register_layer_transfer_counter(counter)
@@ -198,7 +199,7 @@ WRONG: dict[str, list[Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_does_not_fit_is_refused(kind: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, slots and layers that do not fit raise ShapeError, slots in debug mode, and nothing is stored."""
+    """Rows, slots and layers that do not fit raise ShapeError, slots only in debug mode. Nothing is stored."""
     monkeypatch.setenv("HICACHE_DEBUG", "1")
     pool = pool_of(kind)
     refused(ShapeError, *(functools.partial(call, pool) for call in WRONG[kind]))
@@ -229,5 +230,5 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         lambda: pool_of("int8", dtype=E4M3),
         lambda: pool_of("int8", head_dim=0),
     )
-    for last in (2, 3):  # callers pass the last layer or the one after it
+    for last in (2, 3):  # callers may pass the last layer or the one after it
         assert pool_of("mha", end_layer=last).layer_ids == (0, 1, 2)

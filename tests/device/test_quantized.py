@@ -1,4 +1,4 @@
-"""The 8-bit pool: tokens keep the scale they were stored with."""
+"""The 8-bit pool: each token keeps the scale with which it was stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from device_case import normal, pool_of
 from hicache.device import QuantizedKVCache
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# Half a step of int8 at the row's scale, as a share of the row's largest magnitude; of fp8, of each element.
+# Half a step, for int8 as a share of the row's largest magnitude, for fp8 as a share of each element.
 STEP = {"int8": 0.5 / 127, "fp8": 1 / 16}
 KINDS = ["int8", "fp8"]
 
@@ -27,8 +27,8 @@ def close(got: torch.Tensor, rows: torch.Tensor, kind: str) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_what_is_stored_is_read_within_a_step(device: str, kernels: str, kind: str, dtype: torch.dtype) -> None:
-    """Reads of complete buffers and of slots return the model's dtype, within half a step of the input; other slots
-    read as zero; the raw pair is number and scale."""
+    """Reads of complete buffers and of slots return the model's dtype, within half a step of the input. Other slots
+    read as zero. The raw pair is the number and the scale."""
     pool = quantized(device, kind, dtype)
     loc = torch.tensor([30, 4, 17], device=device)
     k, v = normal(3, 2, 8, seed=1, dtype=dtype).to(device), normal(3, 2, 12, seed=2, dtype=dtype).to(device)

@@ -36,7 +36,8 @@ def test_rows_that_are_not_allocated_are_refused() -> None:
 
 
 def test_slots_are_kept_by_row(device: str) -> None:
-    """`write` and `set_token_loc` put slots at their positions only, and lengths follow; a new owner starts at 0."""
+    """`write` and `set_token_loc` put slots only at their positions and set the lengths. A row begins at length 0 for a
+    new owner."""
     pool = table(2, 6, device)
     rows = pool.alloc(2)
     assert rows is not None
@@ -56,7 +57,7 @@ def test_slots_are_kept_by_row(device: str) -> None:
 
 
 def test_slots_past_the_end_are_refused() -> None:
-    """Slots beyond the row, or for a row that is not allocated, raise ShapeError and write nothing."""
+    """Slots beyond the end of the row, or for a row that is not allocated, raise ShapeError, and nothing is written."""
     pool = table(2, 4)
     pool.alloc(1)
     wrong = ((1, 3, 2), (1, -1, 1), (2, 0, 1), (0, 0, 1))
@@ -68,7 +69,8 @@ def test_slots_past_the_end_are_refused() -> None:
 
 
 def test_check_names_every_violation() -> None:
-    """`check` lists rows that are free twice, outside, and both free and taken or neither, and row 0 in use."""
+    """`check` lists rows that are free twice, out of range, both free and allocated, or neither, and row 0 if it is
+    allocated."""
     pool = table()
     pool.alloc(2)
     pool._taken[0] = True
@@ -88,8 +90,8 @@ def test_check_names_every_violation() -> None:
 )
 def test_rows_are_conserved(steps: list[tuple[str, int]]) -> None:
     """After any calls, each of the rows 1..size has one owner or is free. A request with a row keeps it, also if it is
-    named twice. If there are too few rows, no request gets one. Each return of a row raises its generation, so that a
-    reader that kept both can tell."""
+    named twice. If there are too few rows, no request gets one. Each free of a row raises its generation, so that a
+    reader that kept both notices the new owner."""
     pool = table(5)
     rows: list[int] = []
     requests: list[Request] = []

@@ -1,4 +1,4 @@
-"""The pool of full and window layers: each layer's rows are where its own slot space says, by value."""
+"""The pool of full and window layers: the rows of each layer are at the slots of its own slot space."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows_at(pool: SWAKVPool, layer_id: int, slots: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_each_layer_in_its_own_space(device: str, kernels: str, page: int) -> None:
-    """Rows of full layers are at the full slots, those of window layers at their window slots, and nowhere else."""
+    """Rows of full layers are at the full slots, and rows of window layers at their window slots, and nowhere else."""
     pool, allocator = fixture(device, page)
     allocator.alloc(2 * page)
     loc = allocator.alloc(4 * page)
@@ -57,7 +57,8 @@ def test_each_layer_in_its_own_space(device: str, kernels: str, page: int) -> No
 
 
 def test_one_translation_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward translates its slots once; another tensor, a written one, or a changed mapping is translated again."""
+    """A forward translates its slots once. Another tensor, a changed tensor and a changed mapping are translated
+    again."""
     pool, allocator = fixture()
     calls: list[torch.Tensor] = []
     translate = pool.translate_loc_from_full_to_swa
@@ -90,7 +91,7 @@ def test_one_translation_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_forward_translates_in_its_graph() -> None:
-    """A replay writes where the slots and the mapping of its moment say, though an eager run came before."""
+    """A replay writes to the slots of the mapping at the time of the replay, even after an eager run."""
     pool, allocator = fixture("cuda")
     loc = allocator.alloc(4)
     other = allocator.alloc(4)
@@ -114,7 +115,7 @@ def test_a_captured_forward_translates_in_its_graph() -> None:
 
 
 def test_copies_and_moves_follow_the_peers(device: str) -> None:
-    """CPU copies and moves carry full rows by full slot and window rows by window slot, to other mapped slots."""
+    """CPU copies and moves move full rows by full slot, and window rows by window slot, to other mapped slots."""
     pool, allocator = fixture(device)
     source, spare, target = allocator.alloc(4), allocator.alloc(4), allocator.alloc(4)
     assert source is not None and spare is not None and target is not None
@@ -131,7 +132,7 @@ def test_copies_and_moves_follow_the_peers(device: str) -> None:
 
 
 def test_two_layouts_over_two_spaces() -> None:
-    """Each space names its component and its layers by global id, with its slots and the tensors they address."""
+    """Each space has the name of its component, its layers by global id, its slots, and the tensors that they index."""
     pool, _ = fixture()
     full, swa = pool.slot_spaces
     assert (full.name, swa.name) == ("full", "swa")
@@ -151,7 +152,7 @@ def test_two_layouts_over_two_spaces() -> None:
 
 
 def test_getters_wait_for_their_layer() -> None:
-    """Getters wait by the position of their layer among all layers of the pool."""
+    """Getters wait for the position of their layer among all layers of the pool."""
     pool, _ = fixture()
     counter = Recorder()
     pool.register_layer_transfer_counter(counter)
@@ -163,7 +164,7 @@ def test_getters_wait_for_their_layer() -> None:
 
 
 def test_wrong_input_is_refused() -> None:
-    """Transposing, layers of both kinds or none, unknown ids, and a missing or short mapping are errors."""
+    """Transposing, layers of both kinds or of none, unknown ids, and a missing or short mapping are errors."""
     sizes = (16, 8, 4, torch.float32, 2, 4)
     unmapped, zeros = SWAKVPool(*sizes, SWA, FULL, "cpu"), torch.zeros(1, 2, 4)
     refused(

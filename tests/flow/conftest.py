@@ -1,4 +1,4 @@
-"""The clock and the stores of the tests of the disk tier and of prefetches."""
+"""Fixtures of the tests of the disk tier and of prefetches: their clock and their stores."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hicache.storage import open_store
 from hicache.storage.process.settings import ServiceSettings
 from prefetch_case import PacedStore
 
-TOY_PAGE_BYTES = 8 * 192  # of 8 tokens of the toy model
+TOY_PAGE_BYTES = 8 * 192  # bytes of a page of 8 tokens of the toy model
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of all engines that are built from here on."""
+    """The clock of all engines that the test builds afterwards."""
     clock = Clock()
-    # Reads of two pages, so that there is something between two looks of a reader.
+    # A read has two pages, so that a reader of a long prompt makes several reads.
     settings = functools.partial(ServiceSettings, part_bytes=2 * TOY_PAGE_BYTES)
     monkeypatch.setattr(hicache.build.store_tiers, "ServiceSettings", settings)
     for name in ("open_tier", "given_tier"):
@@ -36,7 +36,7 @@ def store(clock: Clock) -> PacedStore:
 
 @pytest.fixture
 def stores(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[TroubledStore]:
-    """The stores on disk of engines that are built from here on, newest last: they fail when told to."""
+    """The disk stores of all engines that the test builds afterwards, the newest last. A test can make them fail."""
     stores: list[TroubledStore] = []
 
     def troubled(url: str, **settings: object) -> TroubledStore:

@@ -1,6 +1,7 @@
-"""A component of one's own: two files, and the engine's own movements take it through all tiers.
+"""A custom component takes two files, and the engine's own movements move it through all tiers.
 
-Here it is the last hidden state of a cached prefix. The toy model knows the true one of every prefix.
+In this test the component is the last hidden state of a cached prefix. The toy model knows the true hidden state of
+every prefix.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from own_component import cache, tree
 from own_component.cache import LastHidden
 from toy_model import prefix_hashes, prompt, until_ready, values_of
 
-PAGE, WHOLE = 8, 56  # tokens of a page, and of the whole pages of a prompt
-# Each model with a policy.
+PAGE, WHOLE = 8, 56  # tokens of a page, and of the complete pages of a prompt
+# Each model with one of the policies.
 ROWS = [pytest.param(*row.values, policy, id=row.id) for row, policy in zip(EACH_MODEL, POLICIES, strict=True)]
 
 
@@ -43,7 +44,7 @@ def hidden(tokens: np.ndarray, namespace: str) -> torch.Tensor:
 
 
 def prefill(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelGeometry) -> None:
-    """The rest of a prompt; each commit is offered the hidden state of its last whole page."""
+    """Compute the rest of a prompt. Offer the hidden state of the last complete page to each commit."""
     start = lease.cached_len
     while start < len(tokens):
         end = engine.next_stop(lease, start, len(tokens))
@@ -56,7 +57,8 @@ def prefill(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelG
 
 
 def reuse(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelGeometry) -> bool:
-    """Whether the cache has the hidden state of the lease's last cached token: KV and hidden state are compared."""
+    """Whether the cache has the hidden state of the lease's last cached token. Compares the KV and the hidden state
+    with the true values."""
     verify(engine, lease, tokens, lease.cached_len, model)
     found = engine.component(LastHidden).read(lease)
     if found is not None:
@@ -67,7 +69,7 @@ def reuse(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelGeo
 def serve(
     engine: CacheEngine, name: str, tokens: np.ndarray, model: ModelGeometry, namespace: str = ""
 ) -> tuple[Hit, bool]:
-    """One whole request; its hit, and whether its hidden state came from the cache."""
+    """Serve one complete request. Returns the hit of the request, and whether the hidden state came from the cache."""
     with engine.acquire(CacheRequest(name, tokens, namespace)) as lease:
         found = reuse(engine, lease, tokens, model)
         prefill(engine, lease, tokens, model)
@@ -77,13 +79,14 @@ def serve(
 
 
 def evict(engine: CacheEngine, tokens: np.ndarray, component: str) -> None:
-    """From the device, what it has of a component of the last page of these tokens."""
+    """Evict a component of the last page of these tokens from the device."""
     context = engine.inspect.context
     context.free(context.tree.evict(context.tree.match(tokens).rows[-1:], component))
 
 
 def test_it_is_two_files() -> None:
-    """They import contracts and no movement, and nothing of hicache imports them."""
+    """The two files import three contracts of flow/ (components, leases, movements), and no engine, factory, transfer,
+    host or disk."""
     modules = {getattr(value, "__module__", "") for file in (tree, cache) for value in vars(file).values()}
     ours = {name for name in modules if name.startswith("hicache.")}
     assert {name for name in ours if name.startswith("hicache.flow")} == {
@@ -96,8 +99,8 @@ def test_it_is_two_files() -> None:
 
 @pytest.mark.parametrize(("model", "policy"), ROWS)
 def test_it_is_restored_from_device_and_host(device: str, model: ModelGeometry, policy: str) -> None:
-    """A request that continues the prefix reads the hidden state that a commit was offered, from the device, and from
-    the host after other requests filled the device. Another tenant does not find it."""
+    """A request that continues the prefix reads the hidden state that a commit was offered: from the device, or from
+    the host after other requests have filled the device. A request of another tenant does not find the hidden state."""
     settings = config(device=device, write_policy=policy)
     with build_engine(settings, model, components=[LastHidden]) as engine:
         first = prompt(1)
@@ -116,8 +119,8 @@ def test_it_is_restored_from_device_and_host(device: str, model: ModelGeometry, 
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> None:
-    """Two rows serve many prompts whose pages stay on the device: a row is evicted alone, and is the only thing
-    that a load brings back."""
+    """Only two rows serve many prompts whose pages stay on the device. So a row is evicted without its page, and a load
+    restores the row alone."""
     settings = config(device=device, device_tokens=1024, window_tokens=512, mamba_size=40)
     with build_engine(settings, model, components=[TwoRows]) as engine:
         for n in range(1, 5):
@@ -135,7 +138,8 @@ def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> No
 def test_it_is_restored_from_disk_after_a_restart(
     device: str, model: ModelGeometry, own_store: bool, tmp_path: Path
 ) -> None:
-    """A second engine reads from the store what the first was offered, with the pages of the prefix."""
+    """A second engine reads the hidden states of the first engine from the store, together with the pages of the
+    prefix."""
     store = MemoryPageStore(4 << 20) if own_store else None
     disk = None if own_store else DiskConfig(path=str(tmp_path / "store"), budget_bytes=16 << 20)
     settings = config(device=device, disk=disk, prefetch_mode="wait_complete")
@@ -149,8 +153,8 @@ def test_it_is_restored_from_disk_after_a_restart(
 
 
 def test_no_request_waits_for_it_or_is_refused() -> None:
-    """With its only row in use, a prompt whose hidden state is on the host is served without it, and a commit keeps
-    none; when the row is free again, it is loaded."""
+    """While its only row is in use, a prompt whose hidden state is on the host is served without it, and a commit keeps
+    no hidden state. When the row is free again, the hidden state is loaded."""
     with build_engine(config(device_tokens=512), FULL, components=[OneRow]) as engine:
         first, second, third = prompt(1), prompt(2), prompt(3)
         serve(engine, "a", first, FULL)
@@ -160,7 +164,7 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
             assert serve(engine, "c", continued(first), FULL) == (Hit(device=WHOLE), False)
             assert serve(engine, "d", third, FULL) == (Hit(), False)
             assert engine.stats()["commit.skipped_states"] == 2
-            assert reuse(engine, reader, continued(second), FULL)  # no other request has written to it
+            assert reuse(engine, reader, continued(second), FULL)  # no other request has written to the row
         context = engine.inspect.context
         assert not len(context.tree.pages["last_hidden"].held(context.tree.match(third[:WHOLE]).rows))
         evict(engine, second[:WHOLE], "last_hidden")
@@ -168,8 +172,8 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
 
 
 def test_a_failed_load_of_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reader gets `TransferError` before and after the failure has landed, its row is free again, and a retry
-    works."""
+    """A request whose load of the hidden state fails gets `TransferError`, before and after the failed copy has ended.
+    The row is free again, and a retry works."""
     with build_engine(config(), FULL, components=[LastHidden]) as engine:
         first, component = prompt(1), engine.component(LastHidden)
         for n in range(1, 5):
@@ -189,7 +193,8 @@ def test_a_failed_load_of_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_components_are_found_by_class_and_distinguished_by_name() -> None:
-    """Two of one name are refused; an engine gives a component by its class, and says when it has none."""
+    """Two components with one name are refused. An engine returns a component by its class, and raises if it has
+    none."""
     with pytest.raises(ConfigError, match="last_hidden"):
         build_engine(config(), FULL, components=[OneRow, TwoRows])
     with build_engine(config(), FULL, components=[OneRow]) as engine:

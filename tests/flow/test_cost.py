@@ -19,12 +19,12 @@ def model(tokens_per_s: float | str = "auto", num_readers: int = 4, clock: Clock
 
 
 def true_s(start: int, end: int, token_s: float = 1e-4, pair_s: float = 2e-9) -> float:
-    """Time of a machine on which each token has one cost, and each pair of tokens another."""
+    """Seconds of a prefill on a machine on which each token has one cost, and each pair of tokens another."""
     return sum(token_s + pair_s * (at + 0.5) for at in range(start, end))
 
 
 def test_prefill_slows_down_with_its_context() -> None:
-    """From the chunks of one prompt of 32k, prompts of 1k and of 128k are estimated as they are."""
+    """The chunks of one prompt of 32k tokens are enough to estimate prompts of 1k and of 128k correctly."""
     cost = PrefillCost()
     assert not cost.is_known
     for start in range(0, 4 * CHUNK, CHUNK):
@@ -35,21 +35,21 @@ def test_prefill_slows_down_with_its_context() -> None:
 
 
 def test_passes_at_one_position_give_one_speed() -> None:
-    """Passes that differ in length alone, or hardly, say nothing of attention: the estimate stays in proportion, and
-    never falls below 0."""
+    """Passes that differ only in length, or hardly in position, show no cost of attention. The estimate then stays
+    proportional to the length, and never falls below 0."""
     cost = PrefillCost()
     for num_tokens, seconds in ((100, 1.0), (100, 1.2), (101, 0.8)):
         cost.observe(num_tokens, seconds, 50.0)
     assert cost.seconds(0, 10_000) == pytest.approx(100.0, rel=0.05)
-    for seconds in (9.0, 1.0, 5.0):  # a longer context that took less
+    for seconds in (9.0, 1.0, 5.0):  # a longer context that took less time
         cost.observe(100, seconds, 1000.0 / seconds)
     assert all(cost.seconds(start, start + 1000) > 0 for start in (0, 1000, 100_000))
 
 
 @pytest.mark.parametrize("positions", [(100.0, 1000.0), (1000.0, 100.0)])
 def test_no_part_of_a_prompt_has_a_negative_cost(positions: tuple[float, float]) -> None:
-    """Neither the first tokens, if the passes at late positions took much longer than their positions explain, nor the
-    last tokens, if those passes took less."""
+    """The first tokens have no negative cost if passes at late positions took much longer than their positions explain.
+    The last tokens have none if these passes took less."""
     cost = PrefillCost()
     for position, seconds in zip(positions, (0.01, 10.0), strict=True):
         cost.observe(100, seconds, position)
@@ -59,8 +59,8 @@ def test_no_part_of_a_prompt_has_a_negative_cost(positions: tuple[float, float])
 
 
 def test_short_passes_weigh_little_and_old_ones_fade() -> None:
-    """A first pass that compiles kernels does not hide the speed of long ones, and a machine that slowed down is
-    believed."""
+    """A slow first pass, which compiles kernels, does not hide the speed of long passes. The estimate follows a machine
+    that has slowed down."""
     cost = PrefillCost()
     cost.observe(16, 30.0, 8.0)
     for _ in range(4):
@@ -72,7 +72,7 @@ def test_short_passes_weigh_little_and_old_ones_fade() -> None:
 
 
 def test_a_read_counts_the_readers_that_it_occupies() -> None:
-    """One reader's rate serves a read of one job, four one of many."""
+    """A read of one job has the rate of one reader, a read of many jobs the rate of four."""
     cost = model()
     assert cost.read_s(1000, 1) is None
     cost.observe_reads([(500, 1.0)])
@@ -81,8 +81,8 @@ def test_a_read_counts_the_readers_that_it_occupies() -> None:
 
 
 def test_rates_are_recent_and_grow_stale() -> None:
-    """A rate follows the last operations. When these are old it is unknown until the next operation. A speed of prefill
-    does not grow old."""
+    """A rate follows the last operations. When the last operation is old, the rate is unknown until the next one. A
+    speed of prefill does not grow old."""
     clock = Clock()
     cost = model(clock=clock)
     cost.observe_prefill(100, 1.0, 50.0)
@@ -96,8 +96,8 @@ def test_rates_are_recent_and_grow_stale() -> None:
 
 
 def test_a_configured_speed_replaces_the_measured_one() -> None:
-    """A speed that is set is used whatever was seen; 0: computing is never worthwhile; auto: unknown at first, when a
-    wait is bounded by a low speed."""
+    """A configured speed is used whatever was measured. With 0, computing never pays. With auto the speed is unknown at
+    first; until the speed is measured, a low assumed speed bounds waits."""
     given, never, measured = model(50.0), model(0.0), model()
     assert measured.prefill_s(0, 100) is None and measured.longest_wait_s(0, 100) == pytest.approx(0.1)
     for cost in (given, never, measured):

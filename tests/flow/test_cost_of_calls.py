@@ -1,4 +1,4 @@
-"""Costs of the engine's calls, counted in calls of functions instead of time."""
+"""Costs of the engine's calls, counted in function calls instead of time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
 
 PAGE = 8
-MAX_JOBS = 8  # that a poll gives to a store
-IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
-PAGE_READ_CALLS = 4  # of reading a page of a long prompt, at most
-CHUNK_CALLS = 540  # of a chunk of a prompt that is computed, at most
-SHORT_PROMPT_CALLS = 950  # of a prefetch of 24 pages, at most
+MAX_JOBS = 8  # that one poll submits to a store
+IDLE_POLL_CALLS = 64  # largest cost of a poll that finds no answer
+PAGE_READ_CALLS = 4  # largest cost of reading a page of a long prompt
+CHUNK_CALLS = 540  # largest cost of a chunk of a computed prompt
+SHORT_PROMPT_CALLS = 950  # largest cost of a prefetch of 24 pages
 
 
 def engine_of(
@@ -48,7 +48,8 @@ def engine_of(
 
 
 def calls_until(engine: CacheEngine, *handles: Prefetch) -> list[int]:
-    """The calls of each poll until these are ready. Before each poll the store has answered all jobs that it got."""
+    """The number of calls of each poll until these prefetches are ready. Before each poll the store has answered all
+    jobs that it got."""
     steps, disk = [], engine.inspect.context.disk
     while not all(handle.ready for handle in handles):
         eventually(lambda: (disk.poll(), not disk.reads.in_flight)[1])
@@ -84,7 +85,8 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
 
 
 def test_a_chunk_of_a_new_prompt_costs_few_calls(tmp_path: Path) -> None:
-    """Slots, commit and backup of a chunk: the same calls for 4 and for 64 pages, behind few and behind many pages."""
+    """Slots, commit and backup of a chunk take the same calls for a chunk of 4 and of 64 pages, with few and with many
+    pages before it."""
     tokens, calls = np.random.default_rng(0).integers(0, 1 << 20, 512 * PAGE), list[int]()
     with engine_of(tmp_path, 512) as engine:
         lease = engine.acquire(CacheRequest("long", tokens, reserve_tokens=4 * PAGE))
@@ -104,7 +106,7 @@ def test_a_chunk_of_a_new_prompt_costs_few_calls(tmp_path: Path) -> None:
 
 
 def test_a_short_prompt_from_the_disk_costs_few_calls(tmp_path: Path) -> None:
-    """A prefetch of 24 pages, from its start until it is ready."""
+    """A prefetch of 24 pages takes few calls from its start until it is ready."""
     tokens = np.random.default_rng(0).integers(0, 1 << 20, 24 * PAGE + 1)
     with engine_of(tmp_path, 32) as engine:
         compute(engine, tokens)
@@ -116,12 +118,13 @@ def test_a_short_prompt_from_the_disk_costs_few_calls(tmp_path: Path) -> None:
 
 
 def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a prompt is, and however much of it waits: on its way to the disk, and back."""
+    """A poll gives a store few jobs, however long a prompt is and however many of its pages wait. The limit holds for
+    writes and for reads."""
     jobs, submit = list[object](), ClientQueue.submit
     monkeypatch.setattr(ClientQueue, "submit", lambda queue, *more: jobs.extend(more) or submit(queue, *more))
 
     def most_jobs(done: Callable[[], bool]) -> int:
-        """Of one poll until then."""
+        """Poll until `done`; returns the largest number of jobs of a poll."""
         counts = [len(jobs)]
 
         def poll() -> bool:
@@ -149,7 +152,8 @@ def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_each_written_page_tells_the_store_few_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that grows by a page at a time, as in decoding: four keys a page at most, however long it has become."""
+    """A prompt grows by one page at a time, as in decoding. Each written page reports at most four keys to the store,
+    however long the prompt has become."""
     told, used = list[bytes](), StoreClient.used
     monkeypatch.setattr(StoreClient, "used", lambda client, keys: told.extend(keys) or used(client, keys))
     tokens = np.random.default_rng(0).integers(0, 1 << 20, 256 * PAGE)
@@ -163,10 +167,10 @@ def test_each_written_page_tells_the_store_few_uses(tmp_path: Path, monkeypatch:
 
 def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the budget refuses pages, a step without answers asks it again only after its clock has advanced. A flush
-    writes these pages, and the budget bounds the writes after it as before."""
+    writes these pages, and afterwards the budget bounds later writes again."""
     rounds, next_round, clock = list[Round](), WriteScheduler.next_round, Clock()
     monkeypatch.setattr(WriteScheduler, "next_round", lambda each: rounds.append(next_round(each)) or rounds[-1])
-    disk = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, write_budget="1kB")  # 20 pages at once
+    disk = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, write_budget="1kB")  # allows 20 pages at once
     with build_engine(config(disk=disk, write_policy="write_through"), GEOMETRY, clock=clock) as engine:
         copies, (writes,) = engine.inspect.copies, engine.inspect.writes
 
@@ -229,7 +233,8 @@ def test_a_prompt_that_the_queue_of_reads_cannot_take(store: PacedStore) -> None
 
 
 def calls_of_quiet_poll(engine: CacheEngine, store: PacedStore, number: int) -> float:
-    """The median of polls 10 ms apart, after the policy has compared each of `number` requests after the last news."""
+    """The median calls of a poll, over polls 10 ms apart. By then the policy has compared each of `number` requests
+    since the last change."""
     calls = []
     for _ in range(100 + number // 25):
         store.clock.now_s += 1e-2
@@ -243,7 +248,7 @@ def calls_of_quiet_poll(engine: CacheEngine, store: PacedStore, number: int) -> 
 def test_a_poll_costs_the_same_however_many_prefetches_wait(
     mode: PrefetchMode, host_pages: int, store: PacedStore
 ) -> None:
-    """Without news, for 10 and for 1000 prefetches, with and without room on the host."""
+    """A poll without news takes the same calls for 10 and for 1000 prefetches, with and without free host pages."""
     rng, quiet = np.random.default_rng(0), dict[int, float]()
     prompts = [rng.integers(0, 1 << 20, 2 * PAGE + 1) for _ in range(1000)]
     with paced_engine(store, host_bytes=4000 * PAGE * 192, device_tokens=40_000) as engine:
@@ -270,7 +275,7 @@ def test_a_poll_costs_the_same_however_many_prefetches_wait(
 
 
 def test_a_poll_costs_the_same_while_ten_thousand_prefetches_wait(store: PacedStore) -> None:
-    """A poll without news while a store does not answer."""
+    """A poll without news takes few calls while ten thousand prefetches wait for a store that does not answer."""
     rng, quiet = np.random.default_rng(0), dict[int, float]()
     for number in (10, 1000, 10_000):
         gate = store.trouble = Gate("contains")

@@ -1,4 +1,5 @@
-"""A disk and a remote store of one engine: both are asked, and each page is read from the store that is sooner done."""
+"""A disk and a remote store of one engine: the engine asks both, and reads each page from the store that will finish
+first."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ NUM_PAGES, IN_FLIGHT, JOB_PAGES = 64, 2, 8
 
 @contextmanager
 def engine_over(disk: PacedStore | None, remote: PacedStore | None = None) -> Iterator[CacheEngine]:
-    """An engine over stores that hold no read when it ends."""
+    """Open an engine over stores. When the context ends, the stores release all reads."""
     with build_engine(settings(**LONG), GEOMETRY, store=disk, remote=remote) as engine:
         try:
             yield engine
@@ -38,8 +39,8 @@ def engine_over(disk: PacedStore | None, remote: PacedStore | None = None) -> It
 def prefetch_from_both(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[CacheEngine, list[PacedStore], Prefetch, np.ndarray]]:
-    """An engine, a disk and a remote store with all pages of a prompt, a prefetch of it, and its tokens. Each store has
-    at most two jobs, and its first read is blocked. At the end the prompt is served."""
+    """An engine, a disk and a remote store that both have all pages of a prompt, a prefetch of this prompt, and its
+    tokens. Each store has at most two jobs, and its first read is blocked. At the end the prompt is served."""
     monkeypatch.setattr(hicache.flow.reads, "_MAX_IN_FLIGHT", IN_FLIGHT)
     monkeypatch.setattr(hicache.build.store_tiers, "_REMOTE_READERS", 1)
     tokens, stores = tokens_of(1, NUM_PAGES * PAGE + 1), [PacedStore(clock), PacedStore(clock)]
@@ -64,14 +65,14 @@ def prefetch_from_both(
 
 
 def test_stores_of_equal_rate_read_about_half_each(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the test always allows the store with fewer pages to read, each page is read once, and the stores differ by at
-    most the jobs in flight."""
+    """The test always allows the store with fewer read pages to read. Then each page is read once, and the numbers of
+    pages of the stores differ by at most the jobs in flight."""
     with prefetch_from_both(clock, monkeypatch) as (engine, stores, handle, _):
         assert engine.inspect.prefetcher is not None
         jobs = engine.inspect.prefetcher._jobs.reads.values()
 
         def is_settled() -> bool:
-            """Whether each store holds a read, unless it has no job."""
+            """Whether each store holds a read or has no job."""
             engine.poll()
             stores_with_jobs = {job.store for job in jobs}
             return all(
@@ -107,7 +108,8 @@ def test_a_stalled_disk_is_left_to_the_remote_store(clock: Clock, monkeypatch: p
 def test_a_page_that_one_store_cannot_read_is_read_from_the_other(
     which: int, fails: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a store fails, or lacks pages that it announced, the other reads them, and no store is asked again."""
+    """If a store fails, or lacks pages that it announced, the other store reads them, and no store is asked a second
+    time."""
     with prefetch_from_both(clock, monkeypatch) as (engine, stores, _, tokens):
         if fails:
             stores[which].trouble = failing(OSError(5, "I/O error"), "get_into")
@@ -123,7 +125,7 @@ def test_a_page_that_one_store_cannot_read_is_read_from_the_other(
 
 
 def test_the_remote_store_is_not_asked_for_a_short_prompt_on_disk(clock: Clock) -> None:
-    """The disk has all pages of the prompt."""
+    """The remote store gets no question if the disk has all pages of a short prompt."""
     tokens, disk, remote = tokens_of(2), PacedStore(clock), TroubledStore(MemoryPageStore(1 << 30))
     with build_engine(settings(**LONG), GEOMETRY, store=disk, remote=remote) as engine:
         serve(engine, "fill", tokens)

@@ -1,4 +1,4 @@
-"""Full pages, windows and recurrent states on disk: a pass reads back the bytes that a pass wrote."""
+"""Full pages, windows and recurrent states on disk: a pass reads back the same bytes that an earlier pass wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def engine_at(path: Path, model: ModelGeometry, **changes: object) -> CacheEngin
 
 
 def serve(engine: CacheEngine, name: str, tokens: np.ndarray, model: ModelGeometry) -> Hit:
-    """Prefetch, admit, compute the rest against the truth, commit, and wait for all copies."""
+    """Prefetch and admit a request, compute the rest and compare it with the true values, commit, and wait for all
+    copies."""
     until_ready(engine, engine.prefetch(name, tokens))
     with engine.acquire(CacheRequest(name, tokens)) as lease:
         prefill(engine, lease, tokens, model)
@@ -43,7 +44,8 @@ def serve(engine: CacheEngine, name: str, tokens: np.ndarray, model: ModelGeomet
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_a_restart_finds_what_was_committed(tmp_path: Path, model: ModelGeometry, policy: str, device: str) -> None:
-    """After a restart a prompt hits on disk up to its last checkpoint, and passes read what they wrote before."""
+    """After a restart a prompt hits on disk up to its last checkpoint, and passes read the bytes that were written
+    before."""
     asked = [prompt(seed, 61) for seed in range(4)]
     with engine_at(tmp_path, model, write_policy=policy, device=device) as engine:
         for number in range(12):
@@ -76,7 +78,7 @@ class CutOff(MemoryPageStore):
 
 
 WAYS = ("whole", "small host", "small store", "cut off")
-# Each way with each model, and with each policy; all of them in the long run.
+# Each way with each model and with each policy. The rows of the product that are left out are long.
 STOPS = [
     pytest.param(
         model, policy, way, id=f"{kind}-{policy}-{way}", marks=() if (i + j - k) % 4 == 0 else pytest.mark.long
@@ -91,14 +93,14 @@ STOPS = [
 def test_a_stop_stores_beginnings_before_ends(
     model: ModelGeometry, policy: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a close the store has all pages that the write policy keeps, however small the host is. A store that takes
-    fewer pages has the beginnings of prompts."""
+    """After a close the store has all pages that the write policy keeps, however small the host is. A store without
+    capacity for all of them has the beginnings of prompts."""
     monkeypatch.setitem(POLICIES_BY_NAME, "own", lambda config: PriorityWriteThrough(minimum=1))
     asked = [np.concatenate([prompt(1, 48), prompt(seed, 65)]) for seed in (2, 3)]  # 22 pages
-    page_bytes = 8 * 64 * model.layer_num  # at most
+    page_bytes = 8 * 64 * model.layer_num  # bytes of a page, at most
     store = MemoryPageStore(12 * page_bytes) if way == "small store" else CutOff(30 if way == "cut off" else 1 << 30)
     sizes = {"host_bytes": (7 if way == "small host" else 60) * 8 * 256, "host_states": 4, "write_policy": policy}
-    sizes["device_tokens"] = 160 if way == "whole" else 512  # what is evicted first goes first
+    sizes["device_tokens"] = 160 if way == "whole" else 512  # pages that are evicted first are also stored first
     with build_engine(config(window_tokens=256, **sizes), model, store=store) as engine:
         for n in range(4):
             tokens = asked[n // 2]
@@ -116,7 +118,8 @@ def test_a_stop_stores_beginnings_before_ends(
 
 @pytest.mark.parametrize("chunk", [16, 80])
 def test_a_store_smaller_than_a_prompt_keeps_its_beginning(chunk: int) -> None:
-    """However its pages reach the store, one after the other, the end of a prompt leaves there, not its beginning."""
+    """If a store is smaller than a prompt, it evicts the end of the prompt and keeps the beginning, whether the pages
+    arrive in small or large chunks."""
     store, tokens = MemoryPageStore(20 * 8 * 192), prompt(1, 481)
     sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 80 * 8 * 192}
     with build_engine(config(**sizes), FULL, store=store) as engine:
@@ -129,7 +132,7 @@ def test_a_store_smaller_than_a_prompt_keeps_its_beginning(chunk: int) -> None:
 
 
 def test_a_store_evicts_the_end_that_came_after_its_request() -> None:
-    """The last pages of a prompt are written when its request has ended, and yet the store evicts them first."""
+    """The last pages of a prompt are written after its request has ended, but the store still evicts them first."""
     store, tokens = MemoryPageStore(200 * 8 * 192), prompt(1, 161)
     sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 400 * 8 * 192}
     with build_engine(config(**sizes), FULL, store=store) as engine:
@@ -145,7 +148,7 @@ def test_a_store_evicts_the_end_that_came_after_its_request() -> None:
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
 def test_pages_missing_on_disk_are_recomputed(tmp_path: Path, model: ModelGeometry, stores: Stores) -> None:
-    """Where the disk lost the state or a window page, a prompt hits only as far as all components reach."""
+    """If the disk lost a state or a window page, a prompt hits only as far as all components reach."""
     tokens = prompt(1, 61)
     with engine_at(tmp_path, model) as engine:
         serve(engine, "a", tokens, model)
@@ -163,7 +166,8 @@ def test_pages_missing_on_disk_are_recomputed(tmp_path: Path, model: ModelGeomet
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
 def test_pages_of_another_prompt_in_memory_are_read_too(tmp_path: Path, model: ModelGeometry) -> None:
-    """Two prompts part within a node of the first: its windows and states behind that are not those of the second."""
+    """Two prompts branch within a node of the first prompt. After the branch point the second prompt does not use the
+    windows and states of the first."""
     common, ends = prompt(1, 37), [prompt(2, 28), prompt(3, 28)]
     asked = [np.concatenate([common, end]) for end in ends]
     with engine_at(tmp_path, model) as engine:
@@ -176,10 +180,10 @@ def test_pages_of_another_prompt_in_memory_are_read_too(tmp_path: Path, model: M
 
 
 def test_only_the_last_window_is_read(tmp_path: Path) -> None:
-    """A prefix of many pages brings the window pages of its last window alone."""
+    """A read of a prefix of many pages reads only the window pages of its last window."""
     tokens = prompt(1, 121)
     with engine_at(tmp_path, WINDOWS, device_tokens=256, window_tokens=256) as engine:
-        for end in range(PAGE, 121, PAGE):  # every page was once the last
+        for end in range(PAGE, 121, PAGE):  # every page was once the last page of a prompt
             serve(engine, f"a{end}", tokens[: end + 1], WINDOWS)
     with engine_at(tmp_path, WINDOWS, device_tokens=256, window_tokens=256) as engine:
         assert serve(engine, "b", tokens, WINDOWS) == Hit(disk=120)
@@ -191,7 +195,8 @@ def test_only_the_last_window_is_read(tmp_path: Path) -> None:
 def test_states_and_windows_are_evicted_before_their_pages(
     tmp_path: Path, model: ModelGeometry, stores: Stores
 ) -> None:
-    """In the disk's order of use, what belongs to the end of a prefix comes before the pages that it continues."""
+    """In the disk's order of eviction, states and windows of the end of a prefix are before the full pages of the
+    prefix."""
     tokens = prompt(1, 61)
     with engine_at(tmp_path, model) as engine:
         for turn in range(2):
@@ -208,11 +213,11 @@ def test_states_and_windows_are_evicted_before_their_pages(
             held = [order.index(key) for key in others if key in order]
             return bool(held) and max(held) < first_page
 
-        eventually(is_ordered)  # uses are told, not answered
+        eventually(is_ordered)  # uses are reported to the store without an answer
 
 
 def test_a_component_on_disk_is_read_for_pages_in_memory(tmp_path: Path) -> None:
-    """Where memory kept the pages of a prefix and lost its state, the prefetch brings the state alone."""
+    """If memory has the pages of a prefix but not its state, the prefetch reads the state alone."""
     first, rest = prompt(1, 61), prompt(2, 30)
     with engine_at(tmp_path, STATES, device_tokens=512, host_bytes=400 * 8 * 256) as engine:
         for name, tokens in (("a", first), ("b", np.concatenate([first[:56], rest]))):
@@ -229,8 +234,8 @@ def test_a_component_on_disk_is_read_for_pages_in_memory(tmp_path: Path) -> None
 
 
 def test_pages_evicted_from_the_device_are_read(tmp_path: Path) -> None:
-    """Of pages on the device that the host evicted nothing is read; when others took the device, they come from
-    disk."""
+    """A prefetch reads nothing for pages that the host has evicted but the device still has. After the device has
+    evicted them too, they are read from disk."""
     one, two = prompt(1), prompt(2)
     with engine_at(tmp_path, FULL, host_bytes=9 * PAGE * 192) as engine:
         for name, tokens in (("a", one), ("b", two)):
@@ -239,14 +244,14 @@ def test_pages_evicted_from_the_device_are_read(tmp_path: Path) -> None:
         until_ready(engine, handle)
         assert handle.read_tokens == 0 and engine.lookup(one).device == 56
         engine.cancel("c")
-        engine.release(engine.acquire(CacheRequest("d", prompt(3, 100))))  # takes the device, commits nothing
+        engine.release(engine.acquire(CacheRequest("d", prompt(3, 100))))  # fills the device and commits nothing
         assert serve(engine, "e", one, FULL).disk > 0
         settled(engine)
 
 
 @pytest.mark.parametrize("policy", ["write_through", "exclusive"])
 def test_windows_leave_the_host_with_their_full_pages(policy: str) -> None:
-    """Of more prompts than the host has pages for: what it has of windows is of full pages that memory has too."""
+    """With more prompts than the host has pages for, the host only keeps windows whose full page is also in memory."""
     with build_engine(config(host_bytes=24 * 8 * 256, write_policy=policy), WINDOWS) as engine:
         full, windows = (engine.inspect.context.by_name[name].pages for name in ("full", SWA))
         tree = engine.inspect.context.tree

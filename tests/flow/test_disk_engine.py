@@ -1,4 +1,4 @@
-"""The engine over a disk that fails or stalls: requests are served as without one, and the host loses nothing."""
+"""An engine over a disk that fails or stalls serves requests as without a disk, and the host loses no pages."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from toy_model import GEOMETRY, config, flush_error, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
 Stores = list[TroubledStore]
-HOST_PAGES = 39  # of the toy's 40, one is the sink
+HOST_PAGES = 39  # of 40 pages of the toy engine, one is the sink
 
 
 def tokens_of(seed: int) -> np.ndarray:
-    """Eleven whole pages."""
+    """A prompt of eleven complete pages."""
     return prompt(seed, 90)
 
 
@@ -46,7 +46,7 @@ def until_ended(engine: CacheEngine, *handles: Prefetch) -> None:
 
 
 def ask(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
-    """Prefetch, serve and wait for all copies; returns the tokens from disk."""
+    """Prefetch and serve a request, and wait for all copies. Returns the number of tokens from disk."""
     until_ready(engine, engine.prefetch(name, tokens))
     disk_len = serve(engine, name, tokens).hit.disk
     engine.check()
@@ -65,8 +65,8 @@ def fill(path: Path, *prompts: np.ndarray) -> None:
 
 
 def test_a_prefetch_keeps_read_pages_if_the_store_fails(stores: Stores, tmp_path: Path) -> None:
-    """The store fails behind the first job: the prefetch ends at once, what came is used, and the pages of the rest are
-    freed."""
+    """The store fails after the first job. The prefetch ends at once, the request uses the pages that were read, and
+    the host pages of the other reads are freed."""
     tokens, sizes = prompt(1, 321), {"host_bytes": 60 * 8 * 192, "device_tokens": 512, "max_context_len": 512}
     with engine_at(tmp_path / "s", **sizes) as engine:
         serve(engine, "f", tokens)
@@ -80,13 +80,13 @@ def test_a_prefetch_keeps_read_pages_if_the_store_fails(stores: Stores, tmp_path
         assert engine.stats()["disk.reads_state"] == 2 and engine.stats()["prefetch.lost_pages"] == 2
         assert engine.stats()["host.free_pages"] == 59 - 32
         assert serve(engine, "a", tokens).hit.disk == 256
-        # While reads are stopped nothing is waited for and nothing is found.
+        # While reads are stopped, a prefetch neither waits nor finds anything.
         until_ready(engine, engine.prefetch("b", tokens_of(2)))
         assert engine.lookup(tokens_of(2), disk_wait_s=BOUND_S).disk == 0
 
 
 def test_a_prefetch_past_its_time_reads_nothing(clock: Clock, stores: Stores, tmp_path: Path) -> None:
-    """Under "timeout", what was not read by the deadline is not read any more."""
+    """In mode "timeout", pages that were not read by the deadline are not read later."""
     tokens = tokens_of(1)
     fill(tmp_path / "s", tokens)
     with engine_at(tmp_path / "s", prefetch_timeout_s=0.0) as engine:
@@ -100,8 +100,8 @@ def test_a_prefetch_past_its_time_reads_nothing(clock: Clock, stores: Stores, tm
 
 @pytest.mark.parametrize("verb", ["contains", "get_into"])
 def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: Stores, tmp_path: Path) -> None:
-    """A request that waits for a stalled read is released; of the host's pages the thread keeps those of its batch
-    alone, until it returns; all requests are served meanwhile, and the disk comes back."""
+    """A request that waits for a stalled read is released. Until the stalled thread returns, it only keeps the host
+    pages of its batch. Meanwhile all requests are served, and the disk becomes available again."""
     tokens = tokens_of(1)
     fill(tmp_path / "s", tokens)
     with engine_at(tmp_path / "s") as engine:
@@ -125,7 +125,8 @@ def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: St
         numbers = itertools.count()
 
         def is_back() -> bool:
-            """The thread that was stalled may return a little later than the test goes on."""
+            """Whether a request hits on disk again. The stalled thread may return a little later than the test
+            continues."""
             clock.now_s += 3600
             ask(engine, f"c{next(numbers)}", tokens_of(next(numbers) % 5))
             return engine.stats()["disk.reads_state"] == 0 and engine.stats()["prefetch.bytes"] > 0
@@ -137,8 +138,8 @@ def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: St
 
 
 def test_a_stalled_write_delays_no_request(clock: Clock, stores: Stores, tmp_path: Path) -> None:
-    """While the writer is stalled, its pages stay locked on the host, others are evicted, and flush raises for all of
-    them; when it returns, its pages are on disk and may be evicted."""
+    """While the writer is stalled, its pages stay locked on the host, other pages are evicted, and flush raises for all
+    unwritten pages. After the writer has returned, its pages are on disk and may be evicted."""
     with engine_at(tmp_path / "s") as engine:
         gate = stores[-1].trouble = Gate("put")
         serve(engine, "a", tokens_of(0))
@@ -159,7 +160,7 @@ def test_a_stalled_write_delays_no_request(clock: Clock, stores: Stores, tmp_pat
         engine.check()
         for n in range(7, 12):
             serve(engine, f"c{n}", tokens_of(n))
-            flush_error(engine)  # writes are not tried again yet
+            flush_error(engine)  # the backoff has not passed, so writes are not retried yet
         assert engine.lookup(tokens_of(0)).host == 0 and engine.lookup(tokens_of(0), disk_wait_s=BOUND_S).disk == 88
         stats = engine.stats()
         assert stats["host.free_pages"] + stats["host.evictable_tokens"] / 8 == HOST_PAGES
@@ -167,7 +168,8 @@ def test_a_stalled_write_delays_no_request(clock: Clock, stores: Stores, tmp_pat
 
 
 def test_an_engine_closes_with_a_stalled_thread(clock: Clock, stores: Stores, tmp_path: Path) -> None:
-    """close() ends although a reader is stalled; the arena stays mapped until the thread has put its bytes there."""
+    """close() ends although a reader is stalled. The arena stays mapped until the thread has written its bytes
+    there."""
     tokens = tokens_of(1)
     fill(tmp_path / "s", tokens)
     engine = engine_at(tmp_path / "s")
@@ -217,8 +219,8 @@ def test_pages_go_between_the_arena_and_the_store(
 
 
 def test_hits_in_memory_count_as_uses_on_disk(stores: Stores, tmp_path: Path) -> None:
-    """The disk evicts a prompt without further uses before one that device or host served again, and the last pages of
-    a prompt before its first."""
+    """The disk evicts a prompt without further uses before a prompt that device or host has served again. The disk
+    evicts the last pages of a prompt before the first ones."""
     one, two = tokens_of(1), tokens_of(2)
     with engine_at(tmp_path / "s") as engine:
         for n, tokens in enumerate((one, two, one)):
@@ -235,9 +237,9 @@ def test_hits_in_memory_count_as_uses_on_disk(stores: Stores, tmp_path: Path) ->
 def test_pages_refused_during_an_outage_are_sent_again(
     by: str, clock: Clock, stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Pages that the store refused go there once it takes writes again and a request uses them, the engine is flushed
-    or closed. While it refuses them the store is asked once, each flush raises their number and the cause, and the
-    close, which does not raise, logs them."""
+    """Pages that the store refused are written when it accepts writes again and a request uses them, or the engine is
+    flushed or closed. During the outage the store is asked once, and each flush raises with the number of pages and the
+    cause. The close does not raise, and logs them."""
     tokens = tokens_of(1)
     with engine_at(tmp_path / "s") as engine:
         store = stores[-1]
@@ -263,7 +265,7 @@ def test_pages_refused_during_an_outage_are_sent_again(
 
 
 def test_a_flush_retries_pages_that_failed_once(stores: Stores, tmp_path: Path) -> None:
-    """One write fails and the next ones do not: the flush that meets it stores all pages."""
+    """One write fails and later ones succeed: the flush that gets the error still stores all pages."""
     errors = [OSError(errno.EIO, "")]
 
     def fails_once(verb: str) -> None:
@@ -280,7 +282,7 @@ def test_a_flush_retries_pages_that_failed_once(stores: Stores, tmp_path: Path) 
 def test_an_engine_closes_over_a_disk_that_refuses(
     clock: Clock, stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The close does not raise, and logs the pages and the cause."""
+    """If the disk refuses pages, close does not raise, and logs the number of pages and the cause."""
     with engine_at(tmp_path / "s") as engine:
         stores[-1].trouble = failing(OSError(errno.EIO, "a bad sector"), "put", "reopen")
         serve(engine, "a", tokens_of(1))
@@ -314,8 +316,8 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_pages_queued_for_the_disk_are_not_locked(breaks: bool, stores: Stores, tmp_path: Path) -> None:
-    """Writes lock at most half of the host, also if another prompt shares queued pages. Pages that a failing disk
-    refused are not written again with each later job."""
+    """Writes lock at most half of the host, also if another prompt shares queued pages. After a failing disk has
+    refused pages, later jobs do not write them again."""
     with engine_at(tmp_path / "s", device_tokens=1024) as engine:
         turns, index, whole = threading.Semaphore(0), engine.inspect.context.full.pages, prompt(3, 160)
         begun = list[str]()
@@ -354,8 +356,8 @@ def test_pages_queued_for_the_disk_are_not_locked(breaks: bool, stores: Stores, 
 
 
 def test_the_scheduler_never_waits_for_the_disk(tmp_path: Path, clock: Clock, stores: Stores) -> None:
-    """While every read and write of the store stalls, lookup says that the disk is not known, and stats and close
-    return; when the store answers again, a later close finishes and the next engine finds what was acknowledged."""
+    """While every read and write of the store stalls, lookup reports that the disk is not known, and stats and close
+    return. When the store answers again, a later close finishes, and the next engine finds the acknowledged pages."""
     settings = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20)
     advanced = AdvancedConfig(disk_reader_threads=1)
     engine = build_engine(config(disk=settings, advanced=advanced), GEOMETRY)

@@ -1,4 +1,5 @@
-"""The engine end to end on a toy model with full pages, windows or recurrent states: bytes that went down come back."""
+"""The engine end to end on a toy model with full pages, windows or recurrent states: all bytes that leave the device
+can be restored."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def disk_at(path: Path) -> DiskConfig:
 
 
 def fill(engine: CacheEngine, model: ModelGeometry, *seeds: int, length: int = 61) -> None:
-    """Serve other prompts, which take the device."""
+    """Serve other prompts, which fill the device."""
     for seed in seeds:
         serve(engine, f"fill{seed}", prompt(seed, length), model)
 
@@ -73,7 +74,8 @@ def test_a_prefix_is_restored_from_device_and_host(
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_a_conversation_hits_its_previous_turns(model: ModelGeometry) -> None:
-    """The next turn reuses the answer too: decoding leaves states behind, and windows end with it."""
+    """The next turn also reuses the answer of the previous one: decoding leaves states in the cache, and the window
+    ends with the answer."""
     with build_engine(config(), model) as engine:
         tokens = prompt(1, 30)
         with engine.acquire(CacheRequest("a", tokens)) as lease:
@@ -84,7 +86,7 @@ def test_a_conversation_hits_its_previous_turns(model: ModelGeometry) -> None:
                 compute(engine, lease, tokens, at, at + 1, model)
                 engine.track([lease])
             engine.commit(lease, tokens)
-        # Of 55 stored tokens in pages of 8, with states every 16 tokens of decoding.
+        # The hit, of 55 stored tokens in pages of 8; decoding keeps a state every 16 tokens.
         assert serve(engine, "b", np.concatenate([tokens, prompt(2, 9)]), model).cached_len == 48
         settled(engine)
 
@@ -92,7 +94,8 @@ def test_a_conversation_hits_its_previous_turns(model: ModelGeometry) -> None:
 @pytest.mark.parametrize(
     ("model", "name", "sizes", "num_pages"),
     [
-        # An uncut node loads all its window pages, otherwise those that the last 12 tokens lie in.
+        # A node that was not split loads all its window pages; otherwise the pages that contain the last 12 tokens are
+        # loaded.
         pytest.param(WINDOWS, SWA, {"window_tokens": 80}, (2, 5), id="window"),
         pytest.param(STATES, MAMBA, {"mamba_size": 4, "max_requests": 1}, (1,), id="hybrid"),
     ],
@@ -100,7 +103,8 @@ def test_a_conversation_hits_its_previous_turns(model: ModelGeometry) -> None:
 def test_only_pages_of_the_host_are_loaded(
     model: ModelGeometry, name: Component, sizes: dict[str, int], num_pages: tuple[int, ...]
 ) -> None:
-    """When the device has the full pages of a prefix and lost its window or state, that alone is loaded."""
+    """If the device has the full pages of a prefix, but lost its window or state, only the window or state is
+    loaded."""
     with build_engine(config(device_tokens=512, **sizes), model) as engine:
         first = prompt(1, 41)
         serve(engine, "a", first, model)
@@ -114,7 +118,7 @@ def test_only_pages_of_the_host_are_loaded(
 
 
 def test_long_prompts_pass_through_few_window_slots() -> None:
-    """A prompt longer than the window pool is served in chunks; windows before its last one are evicted."""
+    """A prompt longer than the window pool is served in chunks. Windows before the last one are evicted."""
     with build_engine(config(window_tokens=64, device_tokens=512, max_context_len=512), WINDOWS) as engine:
         tokens = prompt(1, 300)
         with pytest.raises(PromptTooLong, match="reserve_tokens"):
@@ -140,8 +144,8 @@ def test_chunks_leave_states_at_their_ends() -> None:
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_nothing_is_hashed_where_no_tier_asks_for_keys(model: ModelGeometry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a host tier, stores and events no page gets a key, whatever is committed, evicted, expected or looked
-    up."""
+    """Without a host tier, stores and events, no page gets a key, whichever pages are committed, evicted, expected or
+    looked up."""
     monkeypatch.setattr(PageHasher, "chain", None)
     with build_engine(config(host_bytes=0, page_size=8, mamba_size=6, device_tokens=768), model) as engine:
         for number in range(16):
@@ -155,7 +159,8 @@ def test_nothing_is_hashed_where_no_tier_asks_for_keys(model: ModelGeometry, mon
 
 
 def test_a_branching_point_gets_a_state() -> None:
-    """Two prompts that branch after a common prefix: the second keeps a state there, and the third starts from it."""
+    """Of two prompts that branch after a common prefix, the second keeps a state at the branch point, and the third
+    starts from this state."""
     with build_engine(config(page_size=1, host_bytes=0), STATES) as engine:
         asked = [np.concatenate([prompt(1, 40), prompt(n, 23)]) for n in (2, 3, 4)]
         reused = [serve(engine, f"r{n}", tokens, STATES).cached_len for n, tokens in enumerate(asked)]
@@ -165,8 +170,8 @@ def test_a_branching_point_gets_a_state() -> None:
 
 @pytest.mark.parametrize(("branch_points", "hit"), [((), 64), ((96,), 96), ((97, 5), 96)])
 def test_a_second_user_of_a_shared_prefix_hits(branch_points: tuple[int, ...], hit: int) -> None:
-    """States are kept within a first prompt where others may branch off: the second prompt that shares its beginning
-    starts from at least half of it, and from all of it where the request names the branch point."""
+    """A first prompt keeps states at positions where later prompts may branch. The second prompt that shares its
+    beginning starts from at least half of it, or from all of it if the request names the branch point."""
     settings = config(mamba_prefill_interval=16, device_tokens=512, host_bytes=0, page_size=8)
     with build_engine(settings, STATES) as engine:
         for seed, reused in ((2, 0), (3, hit)):
@@ -178,8 +183,8 @@ def test_a_second_user_of_a_shared_prefix_hits(branch_points: tuple[int, ...], h
 
 
 def test_a_store_serves_one_model_and_tells_salts_apart(tmp_path: Path) -> None:
-    """Pages written under one salt, or by one model, are misses under another; each model has a store of its own, and
-    finds it again."""
+    """Pages that were written under one salt, or by one model, are misses under another. Each model has its own store,
+    and finds it again."""
     tokens = prompt(1, 80)
     runs = (("one", "m", 0), ("two", "m", 0), ("one", "another", 0), ("one", "m", 72), ("one", "another", 72))
     for salt, model_id, disk_len in runs:
@@ -193,8 +198,9 @@ def test_a_store_serves_one_model_and_tells_salts_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["write_through", "write_back", "exclusive"])
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_a_small_host_gets_the_beginning(model: ModelGeometry, policy: str) -> None:
-    """If the host lacks capacity for all pages that are evicted or committed together, it gets those evicted last, and
-    of these the beginning. It gets no window or state without its full page."""
+    """If the host lacks capacity for all pages that are evicted or committed together, it gets the pages that are
+    evicted last, and of these the beginning. The host gets no window or state without the full page that belongs to
+    it."""
     sizes = {"device_tokens": 512, "window_tokens": 640, "host_states": 4, "write_policy": policy}
     with build_engine(config(host_bytes=13 * 8 * (160 if model is STATES else 256), **sizes), model) as engine:
         index, prompts = engine.inspect.context.full.pages, [prompt(1, 81), prompt(2, 81)]
@@ -216,7 +222,8 @@ def test_a_small_host_gets_the_beginning(model: ModelGeometry, policy: str) -> N
 
 
 def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
-    """Where a full page finds no second place on the host, its window is not kept there, which does."""
+    """If a raw full page finds no second free page on the host, the host does not keep its window either, though the
+    window fits."""
     sizes = {"device_tokens": 512, "window_tokens": 640, "host_bytes": 24000, "write_policy": "write_through"}
     with build_engine(config(**sizes, kv_packing="4", **PACKABLE), WIDER["window"]) as engine:
         full, names = engine.inspect.context.full.pages, engine.inspect.context.tree.names
@@ -234,7 +241,7 @@ def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
 
 
 def test_uses_count_when_a_request_ends() -> None:
-    """Of a full host, the prompt of the request that ended last stays, whenever it came."""
+    """A full host keeps the prompt of the request that ended last, whichever request began first."""
     sizes = {"device_tokens": 512, "host_bytes": 15 * 8 * 192, "write_policy": "write_through"}
     with build_engine(config(**sizes), FULL) as engine:
         first, second = prompt(1), prompt(2)
@@ -250,8 +257,8 @@ def test_uses_count_when_a_request_ends() -> None:
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_a_reset_drops_unused_pages(model: ModelGeometry) -> None:
-    """Without the device's copies a prompt hits the host, without both nothing; a lease keeps its own pages, and says
-    so. Every page and slot is free then."""
+    """After a reset of the device a prompt hits on the host; after a reset of both tiers it hits nothing. A reset keeps
+    the pages of a lease, and returns False. Without a lease a reset frees every page and slot."""
     nothing = LookupResult(0, 0, 0, missed={"evicted": 56, "tail": 5})
     with build_engine(config(write_policy="write_through"), model) as engine:
         first, second = prompt(1, 61), prompt(2, 61)
@@ -275,8 +282,8 @@ def test_a_reset_drops_unused_pages(model: ModelGeometry) -> None:
 
 @pytest.mark.parametrize(("mamba_size", "runs_same"), [(4, False), (5, True)])
 def test_a_state_outside_of_the_prefix_is_evictable(mamba_size: int, runs_same: bool) -> None:
-    """The next request needs two states, and two can be evicted while another request runs: the state of its prefix is
-    on the host alone, or is locked by the running request."""
+    """The next request needs two states, and two can be evicted while another request runs. The state of its prefix is
+    only on the host, or the running request has locked it."""
     with build_engine(config(mamba_size=mamba_size, device_tokens=512), STATES) as engine:
         first = prompt(1, 41)
         for n in (1, 2, 3):
@@ -291,8 +298,8 @@ def test_a_state_outside_of_the_prefix_is_evictable(mamba_size: int, runs_same: 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
 def test_windows_before_a_load_are_evictable(model: ModelGeometry) -> None:
-    """A prefix whose end comes from the host needs no window or state of the part that the device has: where the rest
-    fits with these alone, the request is admitted."""
+    """A prefix whose end is loaded from the host needs no window or state of the part that the device has. If the
+    request only fits after their eviction, it is admitted."""
     one = prompt(1, 121)
     sizes = {"device_tokens": 512, "mamba_size": 4, "max_requests": 2, "write_policy": "write_through"}
     with build_engine(config(**sizes), model) as engine:
@@ -311,7 +318,8 @@ def test_windows_before_a_load_are_evictable(model: ModelGeometry) -> None:
 
 
 def test_windows_before_the_last_one_are_evictable() -> None:
-    """Of a node that the last window of a prefix begins in, what is in front of that leaves where it is in the way."""
+    """Within the node in which the last window of a prefix begins, window slots before that window are evicted when
+    they are needed."""
     sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 0, "page_size": 8}
     with build_engine(config(**sizes), WINDOWS) as engine:
         one = prompt(1, 193)
@@ -324,8 +332,8 @@ def test_windows_before_the_last_one_are_evictable() -> None:
 
 
 def test_refused_requests_leave_no_trace() -> None:
-    """A request that does not fit changes neither recency, structure, rows nor slots, and counts nowhere but as
-    refused: neither does the load that it would have had."""
+    """A refused request changes neither recency, tree, rows nor slots. No counter changes except the counters of
+    refused requests; the load that it would have needed is not counted."""
     with build_engine(config(max_requests=1), FULL) as engine:
         serve(engine, "a", prompt(1, 60), FULL)
         fill(engine, FULL, 2, length=120)
@@ -355,6 +363,6 @@ def test_close_keeps_committed_pages(tmp_path: Path) -> None:
     prefill(engine, engine.acquire(CacheRequest("a", tokens)), tokens, FULL, 64)
     engine.close()
     engine.close()
-    assert engine.stats()["disk.stored_pages"] == 8  # what is known goes on being told
+    assert engine.stats()["disk.stored_pages"] == 8  # after close, stats still return the last known values
     with build_engine(config(disk=disk_at(tmp_path)), FULL) as reopened:
         assert reopened.lookup(tokens, disk_wait_s=BOUND_S).disk == 64

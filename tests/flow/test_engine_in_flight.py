@@ -1,5 +1,5 @@
-"""Nodes, slots and states while copies of them are in flight: random histories with splits, aborts and failures, and
-the answers to requests that need capacity meanwhile."""
+"""Nodes, slots and states while copies of them are in flight. Tests run random histories with splits, aborts and
+failures, and check requests that need capacity during copies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def push_windows_to_host(engine: CacheEngine, transfers: SteppedTransfers, token
 
 
 def fail_first(engine: CacheEngine, transfers: SteppedTransfers, component: int = 0) -> None:
-    """The next load of a component fails. Later loads stay in flight."""
+    """Make the next load of a component fail. Later loads stay in flight."""
     link = transfers.up[component]
     link.fails = DOWN
     link.step()
@@ -73,7 +73,7 @@ def fail_first(engine: CacheEngine, transfers: SteppedTransfers, component: int 
 
 
 def end_loads(engine: CacheEngine, transfers: SteppedTransfers, ok: bool, component: int = 0) -> None:
-    """All loads end. Loads of `component` fail unless `ok`."""
+    """End all loads. Loads of `component` fail unless `ok`."""
     transfers.up[component].fails = None if ok else DOWN
     transfers.finish()
     transfers.up[component].fails = None
@@ -83,7 +83,7 @@ def end_loads(engine: CacheEngine, transfers: SteppedTransfers, ok: bool, compon
 
 def test_a_load_fails_with_the_one_that_it_continues() -> None:
     """Two requests load two parts of one prefix, and the load of the first part fails. Both requests get the error, the
-    host still has both parts, and no slot is allocated while the second load can still write to it."""
+    host still has both parts, and no slot is allocated while the second load can still write to that slot."""
     engine, transfers = engine_with_stepped_copies(FULL)
     whole = prompt(1, 81)
     serve(engine, transfers, "a", whole, FULL)
@@ -113,8 +113,9 @@ def test_a_load_fails_with_the_one_that_it_continues() -> None:
 @pytest.mark.parametrize("model", EACH_MODEL)
 @pytest.mark.parametrize("ok", [True, False])
 def test_pages_computed_during_a_load_do_not_depend_on_it(model: ModelGeometry, ok: bool) -> None:
-    """A request has computed pages that another request is loading. It keeps its own slots until the load has ended, so
-    a failed load does not affect it. After that, its commit adds the pages to the tree."""
+    """A request has computed pages that another request is loading. The request that computes keeps its own slots until
+    the load has ended, so a failed load does not affect this request. After that, its commit adds the pages to the
+    tree."""
     engine, transfers = engine_with_stepped_copies(model, device_tokens=256)
     first = prompt(1, 48)
     serve(engine, transfers, "a", np.append(first, 1), model)
@@ -146,8 +147,8 @@ def test_pages_computed_during_a_load_do_not_depend_on_it(model: ModelGeometry, 
 
 
 def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:
-    """Two requests load two windows of one prefix, whose full pages are on the device. The first load fails, and the
-    second with it. The next owners of these window slots read what they wrote."""
+    """Two requests load two windows of one prefix, whose full pages are on the device. The first of two loads fails,
+    and the second load fails with it. The next owners of these window slots read the values that they wrote."""
     engine, transfers = engine_with_stepped_copies(WINDOWS, window_tokens=128, device_tokens=1024)
     whole = prompt(1, 41)
     serve(engine, transfers, "a", whole, WINDOWS)
@@ -157,7 +158,7 @@ def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:
     fail_first(engine, transfers, 1)
     for lease in loading:
         engine.release(lease)
-    others = [prompt(n, 24) for n in range(80, 84)]  # they take nearly all window slots
+    others = [prompt(n, 24) for n in range(80, 84)]  # these prompts take nearly all window slots
     taking = [engine.acquire(CacheRequest(f"d{n}", tokens)) for n, tokens in enumerate(others)]
     for lease, tokens in zip(taking, others, strict=True):
         compute(engine, lease, tokens, 0, 24, WINDOWS)
@@ -173,8 +174,8 @@ def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_a_request_is_refused_only_while_copies_are_in_flight(model: ModelGeometry) -> None:
-    """The refusal names poll() and the tokens of copies in flight. After these copies have ended, the next attempt
-    applies them and is admitted without a poll."""
+    """The refusal names poll() and the tokens of copies in flight. When the copies in flight have ended, the next
+    attempt applies the copies and is admitted without a poll."""
     engine, transfers = engine_with_stepped_copies(model, device_tokens=64, write_policy="write_through")
     with engine.acquire(CacheRequest("first", prompt(0, 41))) as lease:
         prefill(engine, lease, prompt(0, 41), model)
@@ -201,7 +202,7 @@ def test_a_backup_locks_no_page_after_its_last_one() -> None:
 
 
 def test_copies_are_one_with_those_that_are_submitted_later() -> None:
-    """A group of copies that had ended reports the bytes and the failure of a copy that is added later."""
+    """A copy is added to a group of copies that have already ended. The group reports its bytes and its failure."""
     op, early, late = Copy(), CpuOp(10), CpuOp(20)
     op.add(early)
     early.run(lambda: None)
@@ -241,8 +242,9 @@ def test_victims_are_not_freed_under_a_copy_whose_companion_raised(
 )
 @pytest.mark.parametrize("kind", MODELS)
 def test_random_histories(device: str, kind: str, seed: int, packing: str) -> None:
-    """Requests split nodes, abort, and call while copies and stores fail or stall. Every pass reads the truth, all
-    accounts hold after every step, and at the end nothing is held. Packed host pages include some that do not fit."""
+    """Requests split nodes, abort, and call while copies and stores fail or stall. Every pass reads the true values,
+    all accounts hold after every step, and at the end nothing is held. Packed host pages include some that do not
+    fit."""
     run(kind, seed, 120, device, is_rough=seed > 2, packing=packing)
 
 
@@ -252,15 +254,15 @@ def test_random_histories(device: str, kind: str, seed: int, packing: str) -> No
 @pytest.mark.parametrize("packing", ["off", "4"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_many_random_histories(kind: str, packing: str, first_seed: int) -> None:
-    """Longer histories, 50 in the thorough profile."""
-    for seed in range(first_seed, first_seed + settings.default.max_examples // 3):
+    """Longer histories: in the thorough profile five of each kind, 300 in all."""
+    for seed in range(first_seed, first_seed + max(1, settings.default.max_examples // 30)):
         run(kind, seed, 240, is_rough=True, packing=packing)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_admission_keeps_exactly_the_pages_of_its_lock(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over random histories, the lock of a prefix reduces the evictable pages of each component by the number that
-    admission counted before. This includes windows and states of a prefix whose end is loaded."""
+    admission counted before. The lock includes windows and states of a prefix whose end is loaded."""
     fuzz = EngineFuzz(kind, seed=4)
     tree = fuzz.engine.inspect.context.tree
     to_protect, lock, unlock, acquire = tree.to_protect, tree.lock, tree.unlock, fuzz.engine.acquire

@@ -1,4 +1,5 @@
-"""Calls that no engine takes: each is refused by its own error, changes nothing, and leaks nothing."""
+"""Calls with wrong arguments or in a wrong state: each is refused with its own error, changes nothing, and leaks
+nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ NO_TOKENS: tuple[Any, ...] = (
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[CacheEngine]:
-    """A started engine of three tiers, whose accounts are proved when the test is over."""
+    """A started engine with three tiers. After the test all its accounts must hold."""
     disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=4 << 20)
     with build_engine(config(disk=disk), GEOMETRY) as started:
         serve(started, "before", np.arange(100, 140))
@@ -59,7 +60,7 @@ def engine(tmp_path: Path) -> Iterator[CacheEngine]:
 def unchanged(
     engine: CacheEngine, call: Callable[[], object], error: type[HiCacheError], match: str | None = None
 ) -> None:
-    """`call` raises, and nothing that the engine counts or holds has changed."""
+    """Assert that `call` raises, and that it changed nothing that the engine counts or holds."""
     before = engine.stats()
     with pytest.raises(error, match=match):
         call()
@@ -68,7 +69,7 @@ def unchanged(
 
 
 def verbs(engine: CacheEngine, lease: Lease) -> tuple[Callable[[], object], ...]:
-    """All verbs that take a lease but `release`."""
+    """All verbs that take a lease, except `release`."""
     return (
         lambda: engine.commit(lease, TOKENS),
         lambda: engine.extend(lease, 5),
@@ -79,7 +80,7 @@ def verbs(engine: CacheEngine, lease: Lease) -> tuple[Callable[[], object], ...]
 
 
 def test_tokens_that_are_no_run_of_ids_are_refused(engine: CacheEngine) -> None:
-    """By every verb that takes tokens, before it does anything."""
+    """Every verb that takes tokens refuses tokens that are no sequence of ids, before it changes anything."""
     negative = np.array([1, -2, 3])
     for bad in (*NO_TOKENS, *EMPTY, negative):
         unchanged(engine, lambda bad=bad: engine.lookup(bad), InvalidTokens)
@@ -89,12 +90,12 @@ def test_tokens_that_are_no_run_of_ids_are_refused(engine: CacheEngine) -> None:
         for bad in NO_TOKENS:
             unchanged(engine, lambda bad=bad: engine.commit(lease, bad), InvalidTokens)
         unchanged(engine, lambda: engine.commit(lease, negative), TokensMismatch)
-        for nothing in EMPTY:  # of a request that has computed nothing yet, nothing is committed
+        for nothing in EMPTY:  # an empty commit is valid while nothing has been computed
             engine.commit(lease, nothing)
 
 
 def test_any_run_of_ids_is_taken(engine: CacheEngine) -> None:
-    """Integers of any type that int64 can hold, in any sequence, are the same prompt."""
+    """Token ids may have any integer type that fits int64, in any sequence type; equal ids are the same prompt."""
     serve(engine, "a", TOKENS)
     for tokens in (np.arange(60, dtype=np.uint32), list(range(60)), torch.arange(60), TOKENS[::1]):
         with engine.acquire(CacheRequest("b", tokens)) as lease:  # type: ignore[arg-type]
@@ -102,8 +103,8 @@ def test_any_run_of_ids_is_taken(engine: CacheEngine) -> None:
 
 
 def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
-    """Namespaces without a UTF-8 form, counts below zero or of another kind, unknown modes and ids that are no text
-    are named."""
+    """Errors name namespaces that are not valid UTF-8, counts that are negative or no integers, unknown modes, and ids
+    that are no strings."""
     request: Any = CacheRequest
 
     def refused(name: str, *calls: Callable[[], object]) -> None:
@@ -146,8 +147,8 @@ def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
 
 
 def test_times_that_would_poison_an_estimate_are_refused(engine: CacheEngine) -> None:
-    """Seconds and positions that are no finite numbers, or none that a pass can have, change no estimate; a lookup that
-    waits for ever waits for the I/O timeout."""
+    """Seconds and positions that are not finite, or that no pass can have, change no estimate. A lookup with an
+    infinite wait waits for the I/O timeout."""
     for _ in range(200):
         engine.observe_prefill(8192, 0.5)
     for value in (math.inf, 1e308, math.nan, -1.0, "1", None, True, Decimal(1), torch.tensor(0.1), np.array([0.1])):
@@ -164,7 +165,7 @@ def test_times_that_would_poison_an_estimate_are_refused(engine: CacheEngine) ->
 
 
 def test_arguments_of_wrong_types_are_refused(engine: CacheEngine) -> None:
-    """By every verb that takes one."""
+    """Every verb that takes an argument refuses a wrong type of it."""
     for value in (None, "a", CacheRequest("a", TOKENS), object()):
         bad: Any = value
         unchanged(engine, lambda bad=bad: engine.release(bad), InvalidArgument, "for a lease")
@@ -178,7 +179,7 @@ def test_arguments_of_wrong_types_are_refused(engine: CacheEngine) -> None:
 
 
 def test_a_second_lease_of_one_request_is_refused(engine: CacheEngine) -> None:
-    """A request id holds one lease; the second is refused and the first goes on."""
+    """A request id has one lease. A second lease is refused, and the first one stays valid."""
     with engine.acquire(CacheRequest("a", TOKENS)) as lease:
         unchanged(engine, lambda: engine.acquire(CacheRequest("a", np.arange(5))), DuplicateRequest)
         compute(engine, lease, TOKENS, 0, len(TOKENS))
@@ -186,8 +187,8 @@ def test_a_second_lease_of_one_request_is_refused(engine: CacheEngine) -> None:
 
 
 def test_a_commit_of_other_tokens_is_refused(engine: CacheEngine) -> None:
-    """Committed tokens begin with the prompt, of which the engine keeps its own copy, and with the tokens committed
-    before, and all have slots."""
+    """Committed tokens must begin with the prompt, of which the engine keeps its own copy, and with the tokens
+    committed before. All committed tokens must have slots."""
     buffer = TOKENS.copy()
     lease = engine.acquire(CacheRequest("a", buffer))
     compute(engine, lease, TOKENS, 0, len(TOKENS))
@@ -201,7 +202,7 @@ def test_a_commit_of_other_tokens_is_refused(engine: CacheEngine) -> None:
     unchanged(engine, lambda: engine.commit(lease, [*TOKENS, -7]), InvalidTokens)  # type: ignore[arg-type]
     engine.commit(lease, longer)
     other = longer.copy()
-    other[62] = 8  # in a page that was committed
+    other[62] = 8  # in a page that was already committed
     unchanged(engine, lambda: engine.commit(lease, other), TokensMismatch, "token 62")
     engine.release(lease)
     assert engine.lookup(longer).device == 64
@@ -209,7 +210,7 @@ def test_a_commit_of_other_tokens_is_refused(engine: CacheEngine) -> None:
 
 @pytest.mark.parametrize("end", ["release", "cancel"])
 def test_a_lease_that_ended_is_refused(end: str, engine: CacheEngine) -> None:
-    """A forward that returns after its request was aborted commits nothing, also where a new lease has the same id: the
+    """A forward that returns after its request was aborted commits nothing, even if a new lease has the same id. The
     next request for the same prompt finds no page of it, and a request that got its slots keeps its own bytes."""
     lease = engine.acquire(CacheRequest("a", TOKENS))
     compute(engine, lease, TOKENS, 0, len(TOKENS))
@@ -235,7 +236,7 @@ def test_a_lease_that_ended_is_refused(end: str, engine: CacheEngine) -> None:
 
 @pytest.mark.parametrize("model", component_case.EACH_MODEL)
 def test_a_lease_of_another_engine_is_refused(model: Any) -> None:
-    """No verb takes a lease that another engine gave, and the right one gets everything back."""
+    """Every verb refuses a lease of another engine. The engine that gave the lease can release everything."""
     settings = component_case.config()
     with build_engine(settings, model) as ours, build_engine(settings, model) as theirs:
         lease = theirs.acquire(CacheRequest("a", TOKENS, reserve_tokens=16))
@@ -275,7 +276,7 @@ def test_work_before_start_and_after_close_is_refused() -> None:
     for call in (lambda: engine.commit(lease, TOKENS), engine.start):
         with pytest.raises(NotRunning):
             call()
-    engine.release(lease)  # close did it
+    engine.release(lease)  # close has released the lease
     engine.cancel("a")
     engine.close()
     engine.check()
@@ -283,8 +284,9 @@ def test_work_before_start_and_after_close_is_refused() -> None:
 
 
 def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one thread waits inside a call, every verb of another is refused by name, `close` and `release` too, and
-    so is one of the same thread, as a signal's handler may make it. One after the other, any thread may call."""
+    """While one thread waits inside a call, every verb of another thread is refused by name, including `close` and
+    `release`. A call by the same thread, as in a signal handler, is refused too. Any thread may call after the call has
+    ended."""
     gate = threading.Event()
     before_each_move(monkeypatch, lambda: gate.wait(BOUND_S))
     with build_engine(config(write_policy="write_through"), GEOMETRY) as engine:
@@ -295,7 +297,7 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
         def is_refused() -> bool:
             try:
-                engine.check()  # changes nothing if it is first
+                engine.check()  # succeeds, without effect, before the flush begins
             except ConcurrentCall as error:
                 return "the other" in str(error)
             return False
@@ -321,7 +323,7 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_failure_on_the_way_leaks_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception from below, wherever it comes, leaves no lock behind."""
+    """An exception from any function below a call leaves no lock."""
     with build_engine(config(write_policy="write_through"), GEOMETRY) as engine:
         serve(engine, "a", TOKENS)
         engine.flush()

@@ -1,7 +1,7 @@
-"""Idle costs nothing: a step in which nothing ended takes no lock, launches nothing and asks no tier for anything.
+"""An idle step costs nothing: if no operation has ended, a step takes no lock, launches no kernel and calls no tier.
 
-Nothing is timed. A profile hook lists every function that `poll()` calls, a function mode every operation on a tensor,
-and `poll()` comes to its end while another thread holds every lock that the engine can reach.
+The tests measure no time. A profile hook lists every function that `poll()` calls, and a function mode lists every
+operation on a tensor. `poll()` must return while another thread holds every lock that the engine can reach.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from waiting import BOUND_S
 
 PACKAGE = Path(hicache.__file__).parent
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
-# C functions that a step may call: sizes and ends of containers, ids, and whether a queue is empty, without a lock.
+# C functions that a step may call: for sizes and ends of containers, for ids, and for whether a queue is empty, all
+# without a lock.
 HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty", "get_ident", "getpid"}
 OWN = {"engine.py", "flow"}
-LOOKS = {"done", "is_set"}  # whether an operation has ended, and the event that says so
+LOOKS = {"done", "is_set"}  # methods that return whether an operation has ended
 
 
 class Operations(TorchFunctionMode):
-    """Lists what is done to tensors."""
+    """A function mode that lists the operations on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Operations(TorchFunctionMode):
 
 
 def reachable(root: object) -> Iterator[object]:
-    """Every object that `root` leads to, but code, types, modules and threads."""
+    """Every object that can be reached from `root`, except code, types, modules and threads."""
     seen, pending = {id(root)}, [root]
     while pending:
         at = pending.pop()
@@ -61,9 +62,9 @@ def reachable(root: object) -> Iterator[object]:
 
 
 def ends_while_locks_are_held(engine: CacheEngine, timeout_s: float) -> bool:
-    """Whether a step comes to its end while this thread holds every lock of the engine, its tiers and queues."""
+    """Whether a step returns while this thread holds every lock of the engine, its tiers and queues."""
     held = [item for item in reachable(engine) if isinstance(item, LOCKS) and item.acquire(blocking=False)]
-    assert held or engine.pool.device.type == "cuda"  # which has no threads, so no locks, without a disk
+    assert held or engine.pool.device.type == "cuda"  # without a disk the CPU backend has no threads, so no locks
     try:
         stepping = threading.Thread(target=engine.poll, daemon=True)
         stepping.start()
@@ -84,7 +85,7 @@ def costs_of_a_step(engine: CacheEngine, timeout_s: float = BOUND_S) -> list[str
     found = [f"operation {name}" for name in operations.names]
     for path, name in functions:
         own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in OWN
-        # Checks for a fork, and for answers of the store process.
+        # These modules check for a fork, and for answers of the store process.
         own |= path.name in ("owner.py", "client.py")
         if not own and name not in LOOKS:
             found.append(f"call of {name} in {path.name}")
@@ -96,14 +97,14 @@ def costs_of_a_step(engine: CacheEngine, timeout_s: float = BOUND_S) -> list[str
 
 @pytest.mark.parametrize("with_disk", [False, True])
 def test_a_step_of_an_idle_engine_costs_nothing(device: str, with_disk: bool, tmp_path: Path) -> None:
-    """A fresh engine, one that has served and flushed, and one that holds a lease: their steps take no lock, touch no
-    tensor, and call no tier except to check that no answer of a store is expected."""
+    """The step of a new engine, of an engine that has served and flushed, and of one that holds a lease: each takes no
+    lock, touches no tensor, and calls no tier except to check that no answer of a store is expected."""
     disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=4 << 20) if with_disk else None
     with build_engine(config(device=device, disk=disk), GEOMETRY) as engine:
         assert costs_of_a_step(engine) == []
-        for n in (0, 1, 2, 0):  # each needs most of the device
+        for n in (0, 1, 2, 0):  # each prompt needs most of the device
             serve(engine, "a", prompt(n, 100))
-            engine.poll()  # which makes room, once, for the next page of a lease
+            engine.poll()  # evicts once, to free slots for the next page of a lease
             engine.flush()
         assert engine.stats()["backup.bytes"] > 0 and engine.stats()["restore.bytes"] > 0
         assert costs_of_a_step(engine) == []
@@ -114,13 +115,14 @@ def test_a_step_of_an_idle_engine_costs_nothing(device: str, with_disk: bool, tm
 
 
 def test_a_step_with_transfers_in_flight_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a backup is in flight, steps look at it and do no more; the step after its end completes it."""
+    """While a backup is in flight, steps only check whether it has ended. The first step after the end of the backup
+    completes the backup."""
     gate = threading.Event()
     before_each_move(monkeypatch, lambda: gate.wait(BOUND_S))
     with build_engine(config(write_policy="write_through"), GEOMETRY) as engine:
         try:
             serve(engine, "a", prompt(1, 64))
-            engine.poll()  # the first look joins the operations of a copy, in a property that locks before Python 3.12
+            engine.poll()  # the first poll joins the operations of a copy in a property that locks before Python 3.12
             for _ in range(2):
                 assert costs_of_a_step(engine) == []
             assert engine.stats()["backup.bytes"] == 0

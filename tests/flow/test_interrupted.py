@@ -1,4 +1,5 @@
-"""An error inside a call, as Ctrl-C raises one: nothing has changed, or the engine says that it takes no more calls."""
+"""An error inside a call, for example from Ctrl-C: either the call has changed nothing, or the engine refuses further
+calls."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ OTHER = prompt(11, 80)
 
 
 def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outcome of a write is lost between its arrival and its count, so it counts as under way for good. The next
-    call says so, what a lease holds is not freed into accounts that do not hold, close returns, and the store has what
-    was acknowledged."""
+    """An interrupt loses the outcome of a write before it is counted, so the write counts as in flight for ever. The
+    next calls raise, the slots of a lease are not freed into wrong accounts, close returns, and the store has the
+    acknowledged pages."""
     settings = plain_config(disk=DiskConfig(path=str(tmp_path), budget_bytes=8 << 20))
     with build_engine(settings, GEOMETRY) as engine:
         (writes,) = engine.inspect.writes
@@ -106,7 +107,7 @@ class Crowded:
         return lambda: self.engine.prefetch("a", TOKENS)
 
     def acquire(self) -> Callable[[], object]:
-        """A prefix is loaded, others leave for it."""
+        """Prepare an `acquire` that loads a prefix and evicts other pages for it."""
         self.engine.prefetch("a", TOKENS)
         self.engine.expect("a", TOKENS)
         self.engine.flush()
@@ -117,11 +118,12 @@ class Crowded:
         return lambda: self.engine.extend(lease, 30)
 
     def commit(self) -> Callable[[], object]:
-        """Another request was first with half of it."""
+        """Prepare a `commit` of tokens of which another request has committed the first half."""
         return self._commit_second(40, 72)
 
     def commit_within(self) -> Callable[[], object]:
-        """Another request was first with more: a node ends where it does, without a state of its own."""
+        """Prepare a `commit` of tokens that another request has committed together with more tokens. The commit ends
+        within a node, at a position without a state."""
         return self._commit_second(72, 40)
 
     def _commit_second(self, first_end: int, second_end: int) -> Callable[[], object]:
@@ -158,7 +160,7 @@ def require_unchanged(kind: str, policy: str, verb: str, every: int) -> None:
         engine.flush()
         engine.check()
         assert engine.stats().get("prefetch.waiting_requests") == waiting
-        found = call()  # whoever calls again is served, and reads the truth
+        found = call()  # the repeated call succeeds, and the request reads the true values
         if isinstance(found, Lease):
             verify(engine, found, TOKENS, found.cached_len, crowded.model)
         for name in ("a", "b"):
@@ -171,7 +173,7 @@ def require_unchanged(kind: str, policy: str, verb: str, every: int) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_call_that_raises_has_changed_nothing(kind: str) -> None:
     """If a function below a call raises, all accounts hold, the same call succeeds when it is repeated, and at the end
-    nothing is held."""
+    no request holds anything."""
     for policy, verb in CASES:
         require_unchanged(kind, policy, verb, 13 if verb == "commit_within" else 83)
 
@@ -180,7 +182,7 @@ def test_a_call_that_raises_has_changed_nothing(kind: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_call_that_raises_has_changed_anything(kind: str) -> None:
-    """The same at every call on the way."""
+    """If any of the functions below a call raises, the call has changed nothing, as above."""
     for policy, verb in CASES:
         require_unchanged(kind, policy, verb, 1)
 
@@ -189,8 +191,8 @@ def test_no_call_that_raises_has_changed_anything(kind: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_engine_knows_that_a_call_was_left_half_done(kind: str) -> None:
-    """Where an error comes out of the middle of the tree or of an allocator, every account holds, or the engine takes
-    no more calls; it closes all the same."""
+    """If an error is raised in the middle of the tree or of an allocator, either every account holds, or the engine
+    refuses further calls. The engine closes in both cases."""
     for policy, verb in CASES:
         number = refused = 0
         while True:

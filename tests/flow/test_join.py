@@ -1,4 +1,4 @@
-"""`CacheEngine.join`, as a caller with a scheduler of its own uses it."""
+"""`CacheEngine.join`, called as by an engine with its own scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from waiting import eventually
 def computing(
     store: PacedStore, tokens: np.ndarray, **changes: object
 ) -> Iterator[tuple[CacheEngine, Prefetch, Lease]]:
-    """An engine over the store, which holds its reads, and a request with two computed pages, not yet committed."""
+    """An engine over the store, which holds its reads, and a request with two computed pages that are not yet
+    committed."""
     with engine_of(store, **changes) as engine:
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.least_overlap_pages = 8
@@ -37,8 +38,8 @@ def computing(
 
 
 def test_read_pages_are_loaded_after_computed_ones(store: PacedStore) -> None:
-    """A request that is alone is ready at once. Behind two computed pages it finds all others, byte for byte, and
-    keeps its row."""
+    """A request without other requests is ready at once. After two computed pages the request joins all other pages of
+    its prompt, byte for byte, and keeps its row."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with computing(store, tokens) as (engine, handle, lease):
@@ -57,7 +58,8 @@ def test_read_pages_are_loaded_after_computed_ones(store: PacedStore) -> None:
 
 
 def test_pages_without_capacity_on_the_device_are_joined_later(store: PacedStore) -> None:
-    """While another request has the slots, a join changes nothing; once it has ended, the pages are loaded."""
+    """While another request has the slots, a join changes nothing. After that request has ended, the pages are
+    loaded."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store, device_tokens=256) as engine:
@@ -83,7 +85,7 @@ def test_pages_without_capacity_on_the_device_are_joined_later(store: PacedStore
 def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
     store: PacedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Joins and a second question to the stores hash nothing; a request that was released leaves no keys."""
+    """Joins and a second lookup in the stores hash nothing. After its release a request leaves no keys."""
     hashed, chain = list[int](), PageHasher.chain
     monkeypatch.setattr(
         PageHasher, "chain", lambda self, seed, tokens: hashed.append(len(tokens)) or chain(self, seed, tokens)
@@ -108,7 +110,7 @@ def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
 
 
 def test_reads_end_with_the_prompt(store: PacedStore) -> None:
-    """A request whose last page does not come keeps nothing on the host, and no claim on it, while it decodes."""
+    """A request whose last page could not be read has no pages or claims on the host while it decodes."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with computing(store, tokens) as (engine, handle, lease):
@@ -130,7 +132,8 @@ def test_reads_end_with_the_prompt(store: PacedStore) -> None:
 
 
 def test_the_computed_beginning_is_kept_before_the_read_end(store: PacedStore) -> None:
-    """The host evicts the end of a prompt first, also by a policy that evicts first what came last: the beginning."""
+    """The host evicts the end of a prompt first, even if the policy evicts the newest page first and the beginning
+    arrived last."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with computing(store, tokens, eviction_policy="filo") as (engine, handle, lease):
@@ -147,7 +150,8 @@ def test_the_computed_beginning_is_kept_before_the_read_end(store: PacedStore) -
 
 
 def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
-    """The state that a hybrid prompt needs at the end does not come: no full page is read, and no page is locked."""
+    """The store loses the state that a hybrid prompt needs at its end. Then no full page is read, and no page is
+    locked."""
     tokens = tokens_of(1)
     config = config_with_states(device_tokens=640, host_bytes=200 * PAGE * 256, max_context_len=512)
     with build_engine(config, STATES, store=store) as engine, engine.acquire(CacheRequest("fill", tokens)) as lease:
@@ -168,8 +172,8 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
 
 @pytest.mark.parametrize(("read_s", "waits"), [(2.0, True), (4.0, False)])
 def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool, store: PacedStore) -> None:
-    """A request computes during the reads if it computes at least a sixth of its prompt: 12 reads of 4 s against 192 s
-    of computing. A request that waits stops if no read has ended for as long."""
+    """A request computes during the reads if it computes at least a sixth of its prompt: 12 reads of 4 s compare with
+    192 s of computing. A request that waits stops waiting if no read ends for that time."""
     with pending_prefetch(store, read_s=read_s, overlaps=True) as (engine, handle, _):
         until_found(engine, store, handle)
         assert handle.ready == handle.is_preemptible == (not waits)
@@ -185,8 +189,9 @@ def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool
 def test_waiting_and_computing_are_compared_again_with_other_requests(
     read_s: float, no_progress_s: float, store: PacedStore
 ) -> None:
-    """A request is preemptible while no other is delayed. It ends if another request is delayed and either the 12
-    reads take longer than twice the 192 s of computing, or no read has ended for that time."""
+    """The reads of a request are preemptible while it delays no other request. The request stops waiting if another
+    request is delayed, and either the 12 reads take longer than twice the 192 s of computing, or no read has ended for
+    that time."""
     with pending_prefetch(store, read_s=read_s, overlaps=True) as (engine, handle, _):
         until_found(engine, store, handle)
         engine.poll()
@@ -201,8 +206,8 @@ def test_waiting_and_computing_are_compared_again_with_other_requests(
 
 
 def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedStore) -> None:
-    """The pass ends where computing and reading meet: in the middle of 192 tokens if computing takes 192 s and reading
-    204 s, and near the end once none of the 24 reads has ended for 50 s."""
+    """The pass ends at the position where computing and reading meet. The pass ends in the middle of 192 tokens if
+    computing takes 192 s and reading 204 s, and near the end if none of the 24 reads has ended for 50 s."""
     with pending_prefetch(store, read_s=17.0, overlaps=True) as (engine, handle, tokens):
         until_found(engine, store, handle)
         with engine.acquire(CacheRequest("a", tokens)) as lease:
@@ -212,7 +217,7 @@ def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedSt
 
 
 def test_a_long_step_gets_enough_reads_queued_before_it(store: PacedStore) -> None:
-    """No poll happens during a pass on a CPU: the store gets jobs for as long as the last step took."""
+    """No poll happens during a pass on a CPU. So the store gets enough jobs for a time as long as the last step."""
     tokens = tokens_of(1, 70 * PAGE + 1)
     with engine_of(store, max_context_len=600) as engine:
         serve(engine, "fill", tokens)

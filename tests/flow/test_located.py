@@ -1,4 +1,5 @@
-"""Pages of a value are slices of it: to choose them copies nothing to a GPU, which would wait for the forward pass."""
+"""Chosen pages of a value are slices of it, so choosing them copies nothing to a GPU. A copy would wait for the forward
+pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Knowledge of later requests: pages that queued requests expect are evicted last on device and host. Hints and
-priorities of `CacheRequest` rank the other pages."""
+"""Knowledge of later requests. Device and host evict pages last if queued requests expect them; hints and priorities of
+`CacheRequest` rank the other pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hicache import CacheEngine, CacheRequest, build_engine
 from toy_model import GEOMETRY, config, prompt, serve
 
-POLICIES = ["lru", "mru", "slru"]  # a list, a heap that keeps the oldest, and one of segments
-TOKENS = np.arange(1, 33)  # four host pages
+POLICIES = ["lru", "mru", "slru"]  # policies that use a list, a heap that keeps the oldest, and a heap of segments
+TOKENS = np.arange(1, 33)  # tokens of four host pages
 
 
 def _prompt(number: int) -> np.ndarray:
@@ -31,7 +31,7 @@ def _serve(engine: CacheEngine, *numbers: int) -> None:
 @pytest.mark.parametrize("expected", range(3))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_expected_prompt_is_evicted_last(policy: str, expected: int, tier: str) -> None:
-    """Of three prompts that fill a tier, the expected one stays whichever policy chooses the others."""
+    """Of three prompts that fill a tier, the expected one stays, whichever policy ranks the others."""
     sizes = (
         {"device_tokens": 100, "host_bytes": 0}
         if tier == "device"
@@ -51,8 +51,8 @@ def test_an_expected_prompt_is_evicted_last(policy: str, expected: int, tier: st
 
 
 def test_an_expectation_ends_with_its_request() -> None:
-    """After `cancel`, and after `acquire` and `release`, the least recently used goes first again; two requests that
-    expect one prefix both count."""
+    """After `cancel`, or `acquire` and `release`, an expectation has ended, and the least recently used page is evicted
+    first again. Two requests that expect one prefix both count."""
     with build_engine(config(device_tokens=100, host_bytes=0), GEOMETRY) as engine:
         _serve(engine, 0, 1, 2)
         for name in ("one", "two"):
@@ -71,11 +71,12 @@ def test_an_expectation_ends_with_its_request() -> None:
 
 
 def test_an_expectation_includes_pages_added_later() -> None:
-    """Asked again, it covers pages that another request committed since, also where nodes were split."""
+    """A second `expect` of a request also covers pages that another request has committed since, even if nodes were
+    split."""
     with build_engine(config(device_tokens=128, host_bytes=0), GEOMETRY) as engine:
         serve(engine, "head", _prompt(0)[:17])
         engine.expect("queued", _prompt(0))
-        serve(engine, "other", np.concatenate([_prompt(0)[:8], _prompt(7)[:16]]))  # splits the head
+        serve(engine, "other", np.concatenate([_prompt(0)[:8], _prompt(7)[:16]]))  # splits the node of the head
         serve(engine, "whole", _prompt(0))
         engine.expect("queued", _prompt(0))
         _serve(engine, 1, 2, 3, 4)
@@ -98,7 +99,8 @@ def engine_of(policy: str = "auto") -> CacheEngine:
 
 @pytest.mark.parametrize("hint", [{"expected_uses": 9}, {"priority": 9}])
 def test_expected_and_prioritized_pages_are_not_evicted(hint: dict[str, int]) -> None:
-    """The oldest prompt is still there when all others of its time are gone."""
+    """The oldest prompt stays if it has expected uses or a priority, while all other prompts of the same age are
+    evicted."""
     with engine_of() as engine:
         serve(engine, "kept", tokens_of(0), **hint)
         for n in range(1, 9):
@@ -109,7 +111,8 @@ def test_expected_and_prioritized_pages_are_not_evicted(hint: dict[str, int]) ->
 
 @pytest.mark.parametrize("policy", ["auto", "lru"])
 def test_the_end_of_a_session_is_evicted_first(policy: str) -> None:
-    """Though it is newer than the others, under every policy; what it has in common with one of them stays."""
+    """The prompt of an ended session is evicted before older ones, under every policy. The pages that it shares with
+    one of them stay."""
     head, ends = prompt(0, 8), [prompt(n, 25) for n in (1, 2)]
     sessions = [np.concatenate([head, end]) for end in ends]
     with engine_of(policy) as engine:
@@ -122,8 +125,8 @@ def test_the_end_of_a_session_is_evicted_first(policy: str) -> None:
 
 
 def test_shared_pages_of_an_ended_session_are_kept() -> None:
-    """The beginning that several had in common counts the uses of all of them, also after one was the last of its
-    session."""
+    """The beginning that several sessions share counts the uses of all of them, also after one of these sessions has
+    ended."""
     head = prompt(0, 32)
     with engine_of() as engine:
         for n in range(1, 5):
@@ -136,7 +139,7 @@ def test_shared_pages_of_an_ended_session_are_kept() -> None:
 
 
 def test_a_session_end_evicts_only_pages_after_the_branch_point() -> None:
-    """Also if no other prompt has used the system prompt yet."""
+    """The end of a session does not evict the system prompt, even if no other prompt has used it yet."""
     tokens = tokens_of(0)
     with engine_of() as engine:
         serve(engine, "split", tokens[:17])

@@ -23,7 +23,7 @@ MOVEMENTS = ("restore", "backup", "prefetch", "persist")
 
 
 def prompts(seed: int, count: int) -> Iterator[np.ndarray]:
-    """Prompts that share prefixes of several lengths, more than device and host hold."""
+    """Prompts that share prefixes of several lengths and need more pages than device and host hold."""
     rng = np.random.default_rng(seed)
     bases = [rng.integers(0, 50, 96) for _ in range(12)]
     for _ in range(count):
@@ -32,7 +32,7 @@ def prompts(seed: int, count: int) -> Iterator[np.ndarray]:
 
 
 def grown(before: dict[str, MetricValue], after: dict[str, MetricValue], engine: CacheEngine) -> bool:
-    """Whether no counter and no bucket is below what it was."""
+    """Whether no counter and no bucket is smaller than before."""
     for name, info in engine.describe().items():
         old, new = before[name], after[name]
         if isinstance(old, HistogramValue):
@@ -73,8 +73,8 @@ def served(
 
 
 def test_tokens_and_bytes_are_conserved(served: Served) -> None:
-    """Tokens hit and computed are the tokens asked for; a movement's bytes are those of its tokens; what came to the
-    host is there or was evicted."""
+    """Hit and computed tokens together are the requested tokens. The bytes of a movement are those of its tokens. Each
+    token that reached the host is still there or was evicted."""
     engine, asked = served
     stats, values = engine.stats(), engine.metrics()
     hits = {tier: stats[f"admit.{tier}_hit_tokens"] for tier in ("device", "host", "disk")}
@@ -90,7 +90,7 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     # Pages that return to the host are sent to the store again, but not written twice.
     assert stats["persist.bytes"] >= stats["disk.put_raw_bytes"] == stats["disk.put_pages"] * page_bytes
     evicted = stats["evict.host_demoted_tokens"]
-    assert stats["evict.host_lost_tokens"] == 0 < evicted  # the disk had all of them
+    assert stats["evict.host_lost_tokens"] == 0 < evicted  # the disk had all evicted tokens
     assert moved["backup"] + moved["prefetch"] == stats["host.used_tokens"] + evicted
     assert stats["device.used_tokens"] + stats["device.free_tokens"] == stats["device.total_tokens"] == 128
     for movement in MOVEMENTS:
@@ -103,7 +103,8 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
 
 
 def test_prometheus_reads_the_same(served: Served) -> None:
-    """The exposition parses, and has each metric once, under its name and labels, with its type and value."""
+    """The Prometheus exposition parses, and has each metric once, under its name and labels, with its type and
+    value."""
     engine, _ = served
     registry, values = CollectorRegistry(), engine.metrics()
     registry.register(EngineCollector(lambda: values, engine.describe()))
@@ -138,8 +139,8 @@ def test_prometheus_reads_the_same(served: Served) -> None:
 
 @pytest.mark.parametrize("model", component_case.EACH_MODEL)
 def test_a_page_without_host_capacity_counts_once(model: ModelGeometry) -> None:
-    """However often a prompt that is longer than the host is committed and admitted: a token was copied to the host or
-    skipped; and a window or state is one page at most of each page of tokens."""
+    """A prompt that is longer than the host may be committed and admitted any number of times: each token counts once,
+    as copied to the host or as skipped. Each page of tokens counts at most one window or state."""
     tokens, sizes = prompt(1, 20 * PAGE + 1), {"device_tokens": 512, "mamba_size": 32, "window_tokens": 512}
     sizes |= {"host_bytes": 13 * PAGE * TOKEN_BYTES, "host_states": 3, "write_policy": "write_through"}
     settings = component_case.config(**sizes)

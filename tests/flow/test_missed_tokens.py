@@ -1,4 +1,4 @@
-"""Why tokens of prompts were computed: the reasons of an engine add up to the computed tokens."""
+"""Reasons why tokens of prompts were computed: the counters of an engine add up to the computed tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def counted(engine: CacheEngine) -> dict[str, float]:
 
 
 def test_new_and_evicted_pages_are_distinguished() -> None:
-    """A new prompt, the same again, and again after other prompts have evicted it from device and host. The ages of the
-    evicted pages are observed."""
+    """A prompt counts differently when it is new, when it is repeated, and when other prompts have evicted it from
+    device and host. The ages of the evicted pages are observed."""
     settings = config(device_tokens=136, host_bytes=24 * PAGE_BYTES, eviction_policy="lru")
     tokens = prompt(1, 49)
     with build_engine(settings, GEOMETRY) as engine:
@@ -49,7 +49,8 @@ def test_new_and_evicted_pages_are_distinguished() -> None:
 
 
 def test_pages_that_cost_more_to_load_count_as_gate() -> None:
-    """The device has evicted the prompt, the host and a store have it, and computing takes no time."""
+    """If computing takes no time, a prompt that the device has evicted is not loaded from the host or a store, and its
+    tokens count as "gate"."""
     settings = config(device_tokens=136, host_bytes=60 * PAGE_BYTES, prefill_tokens_per_s=1e12, eviction_policy="lru")
     tokens = prompt(1, 49)
     with build_engine(settings, GEOMETRY, store=MemoryPageStore(8 << 20)) as engine:
@@ -66,7 +67,7 @@ def test_pages_that_cost_more_to_load_count_as_gate() -> None:
 
 
 class Unreadable(MemoryPageStore):
-    """Reads fail."""
+    """A store whose reads fail."""
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = 0.0) -> list[bool]:
         return [False] * len(keys)
@@ -76,7 +77,8 @@ class Unreadable(MemoryPageStore):
     ("kind", "speed", "reason"), [(MemoryPageStore, 1e12, "gate"), (Unreadable, 0, "failed")], ids=["gate", "failed"]
 )
 def test_pages_of_a_store_that_are_not_read(kind: type[MemoryPageStore], speed: float, reason: str) -> None:
-    """Computing costs less than waiting for the store; or the store announces pages and cannot read them."""
+    """Pages of a store are not read if computing costs less than waiting, or if the store announces pages and cannot
+    read them."""
     settings = config(device_tokens=136, host_bytes=60 * PAGE_BYTES, prefill_tokens_per_s=speed)
     tokens = prompt(1, 49)
     with build_engine(settings, GEOMETRY, store=kind(8 << 20)) as engine:

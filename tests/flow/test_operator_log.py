@@ -33,7 +33,7 @@ def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_load_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
-    """The first load that recomputation replaces is reported with both estimates."""
+    """The engine reports the first load that is replaced by recomputation, with both estimates."""
     settings = {"device_tokens": 80, "host_bytes": 40 * PAGE_BYTES, "prefill_tokens_per_s": 1e12}
     with build_engine(config(**settings), GEOMETRY) as engine:
         for n in range(12):
@@ -45,9 +45,10 @@ def test_a_load_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_disk_that_is_too_slow_for_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    """The first tokens that leave the host before the store has them are reported, of a store of the caller's too."""
+    """The engine reports the first tokens that leave the host before the store has them, also for a store of the
+    caller."""
     store = TroubledStore(MemoryPageStore(1 << 30))
-    store.trouble = lambda verb: verb != "put" or 1 / 0  # it takes none
+    store.trouble = lambda verb: verb != "put" or 1 / 0  # the store accepts no pages
     with build_engine(config(device_tokens=256, host_bytes=20 * PAGE_BYTES), GEOMETRY, store=store) as engine:
         for seed in range(4):
             serve(engine, f"r{seed}", prompt(seed))
@@ -57,7 +58,7 @@ def test_a_disk_that_is_too_slow_for_the_host(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_budget_that_is_reached(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The store tells of its first eviction, and of no other."""
+    """The store reports its first eviction, and no later one."""
     rng = np.random.default_rng(0)
     page_bytes = 1 << 16
     formats = [PageFormat(page_bytes)]

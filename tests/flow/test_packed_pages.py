@@ -1,5 +1,5 @@
-"""Packed host pages: every bit comes back from the host, from a store and after a restart, also of pages that do not
-fit. The tiers count packed bytes."""
+"""Packed host pages: the host, a store, and a store after a restart restore every bit, also of pages that do not fit.
+The tiers count packed bytes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
 
 @pairwise(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_is_restored(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
-    """From the host, and pages that fit also from the disk, before and after a restart. Pages that do not fit are
-    counted, take two host pages each, and are in no store."""
+    """The host restores every page, and the disk restores every page that fits, before and after a restart. Pages that
+    do not fit are counted, take two host pages each, and are in no store."""
     settings, model = config(kv_packing=bits, disk=disk_at(tmp_path), device=device), MODELS[name]
     misfits, stored = {"fit": 0, "some": 3, "none": 6}[kind], 6 * PAGE * (kind == "fit")  # the first page is raw
     with build_engine(settings, model) as engine:
@@ -81,7 +81,7 @@ def test_every_bit_is_restored(tmp_path: Path, device: str, name: str, bits: str
 
 @each_value(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_another_engine_restores_every_bit(device: str, name: str, bits: str, kind: Kind) -> None:
-    """From a remote store where all of it fits, and then from the host."""
+    """Another engine restores every bit from a remote store if all pages fit, and then from the host."""
     shared, settings, model = MemoryPageStore(4 << 20), config(kv_packing=bits, device=device), MODELS[name]
     with build_engine(settings, model, remote=shared) as engine:
         serve(engine, "a", TOKENS, kind)
@@ -93,8 +93,8 @@ def test_another_engine_restores_every_bit(device: str, name: str, bits: str, ki
 
 
 def test_pages_after_a_raw_page_are_stored(device: str) -> None:
-    """Pages behind a raw page are stored, and found while memory has the raw page. Without it a prompt is found up to
-    that page. Stored pages are not written again, however often requests use them."""
+    """Pages after a raw page are stored, and found while memory has the raw page. Without the raw page a prompt is
+    found up to the raw page. Stored pages are not written again, however often requests use them."""
     store, tokens = TroubledStore(MemoryPageStore(4 << 20)), TOKENS.copy()
     tokens[[0, 4 * PAGE]] = 20  # only page 2 does not fit
     with build_engine(config(device=device), MODELS["mha"], store=store) as engine:  # type: ignore[arg-type]
@@ -109,12 +109,13 @@ def test_pages_after_a_raw_page_are_stored(device: str) -> None:
         num_puts = store.verbs("put")
         for n in range(3):
             assert serve(engine, f"d{n}", tokens, "some").cached_len == 6 * PAGE
-            assert serve(engine, f"e{n}", TOKENS[: PAGE + 1], "some").cached_len == (n > 0) * PAGE  # is all raw
+            assert serve(engine, f"e{n}", TOKENS[: PAGE + 1], "some").cached_len == (n > 0) * PAGE  # all pages are raw
         assert store.verbs("put") == num_puts and pages.stored[pages.rows_held()].all()
 
 
 def test_a_shutdown_stores_pages_after_raw_ones(device: str) -> None:
-    """In more than one batch, of which each has raw pages: the store has all others when the engine has closed."""
+    """A shutdown writes pages in several batches, each of which has raw pages. The closed engine has stored all pages
+    that are not raw."""
     store, prompts = MemoryPageStore(4 << 20), [prompt(seed) for seed in (1, 2)]
     host_bytes = 9 * host_page_bytes(config(), MODELS["mha"])["full"]
     settings = config(device=device, write_policy="write_back", host_bytes=host_bytes)
@@ -127,7 +128,8 @@ def test_a_shutdown_stores_pages_after_raw_ones(device: str) -> None:
 
 @each_value(dtype=["bfloat16", "float8_e4m3fn"], page_size=[1, 4, PAGE])
 def test_sparse_latent_attention_stays_raw(tmp_path: Path, device: str, page_size: int, dtype: str) -> None:
-    """Its index keys are bytes. All of it comes back from the host, a remote store, and the disk after a restart."""
+    """Sparse latent attention stays raw, because its index keys are bytes. The host, a remote store, and the disk after
+    a restart restore all its bytes."""
     settings = config(
         kv_packing="auto", dtype=dtype, page_size=page_size, device=device, disk=disk_at(tmp_path), host_bytes=1 << 20
     )
@@ -163,7 +165,7 @@ def test_sparse_latent_attention_stays_raw(tmp_path: Path, device: str, page_siz
 def test_an_unpacked_cache_on_cuda_is_logged(
     build: Callable[[], KVCache], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, with the reason."""
+    """A CUDA engine whose cache is not packed logs the reason once."""
     (space,) = build().slot_spaces
     with caplog.at_level(logging.INFO, "hicache"):
         packer = packer_of(config(kv_packing="auto", device="cuda"), "full", space, PAGE)
@@ -173,7 +175,7 @@ def test_an_unpacked_cache_on_cuda_is_logged(
 
 
 def test_the_documented_decoder_reads_a_page() -> None:
-    """The code of docs/disk_format.md, with the sizes that its text gives."""
+    """The code of docs/disk_format.md, with the sizes in its text, decodes a page."""
     text = (Path(__file__).parents[2] / "docs/disk_format.md").read_text()
     (code,) = re.findall(r"\n    (def values\(.*?)\n\n", text, re.DOTALL)
     decoder: dict[str, Any] = {}
@@ -196,7 +198,7 @@ def test_the_documented_decoder_reads_a_page() -> None:
                         size = width + num_escapes + PAGE * width + bits * PAGE * width // 8
                         for token, channel, value in decoder["values"](page[:size], PAGE, width, bits, num_escapes):
                             assert value == rows[token, first + channel]
-                            rows[token, first + channel] ^= 1  # each comes once
+                            rows[token, first + channel] ^= 1  # each element occurs once
                         page = page[size:]
             assert len(page) < 128
 
@@ -214,7 +216,7 @@ def engine_slots(engine: CacheEngine, tokens: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", ["off", "3", "4"])
 def test_sizes_are_those_of_packed_pages(name: str, bits: str) -> None:
-    """Sizes computed from the geometry equal those of the built pools, and packed pages are smaller."""
+    """Sizes that are computed from the geometry equal those of the built pools, and packed pages are smaller."""
     settings = config(kv_packing=bits)
     with build_engine(settings, MODELS[name]) as engine:
         hosts = {component.name: component.host for component in engine.inspect.context.components}
@@ -225,7 +227,8 @@ def test_sizes_are_those_of_packed_pages(name: str, bits: str) -> None:
 
 
 def test_packed_pages_begin_where_the_copy_engine_is_fast() -> None:
-    """At multiples of 4096 bytes, unless that costs more than 1/256; at multiples of 16 in any case."""
+    """Packed pages begin at multiples of 4096 bytes unless the padding is more than 1/256 of the page, and always at
+    multiples of 16."""
     for model, alignment in ((ModelGeometry(32, 8, 128), 4096), (ModelGeometry(2, 8, 128), 1024), (MODELS["mha"], 16)):
         settings, buffers = config(host_page_size=64), 2 * model.layer_num
         channels = model.head_num * model.head_dim
@@ -235,7 +238,7 @@ def test_packed_pages_begin_where_the_copy_engine_is_fast() -> None:
 
 
 def test_pages_of_another_packing_are_never_read(tmp_path: Path) -> None:
-    """Each packing has a store of its own on one path, and keys differ between them."""
+    """Each packing has its own store on one path, and keys differ between packings."""
     keys = []
     for bits in ("off", "3", "4"):
         with build_engine(config(kv_packing=bits, disk=disk_at(tmp_path)), MODELS["mha"]) as engine:
@@ -245,7 +248,7 @@ def test_pages_of_another_packing_are_never_read(tmp_path: Path) -> None:
 
 
 def test_packed_pages_are_not_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`hicache store verify` finds every page whole."""
+    """`hicache store verify` finds no damaged page."""
     disk = disk_at(tmp_path)
     with build_engine(config(disk=disk), MODELS["mha"]) as engine:
         serve(engine, "a", TOKENS, "some")
@@ -257,8 +260,8 @@ def test_packed_pages_are_not_compressed(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_where_there_is_no_second_place(device: str) -> None:
-    """A page that does not fit, and finds no second place on the host, is not backed up. All others are, and the first
-    page that does not fit has the last free place."""
+    """A page that does not fit when packed is not backed up if no second host page is free. All other pages are backed
+    up, and the first page that does not fit takes the last free host page."""
     model = MODELS["mha"]
     page_bytes = host_page_bytes(config(), model)["full"]
     settings = config(host_bytes=8 * page_bytes, device=device, write_policy="write_through")
@@ -274,7 +277,7 @@ def test_where_there_is_no_second_place(device: str) -> None:
 def test_too_many_misfits_are_logged(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, with the remedy; what comes next is packed all the same."""
+    """Too many pages that do not fit are logged once, with the remedy. Later pages are still packed."""
     monkeypatch.setattr(hicache.flow.packing, "_MIN_JUDGED_PAGES", 10)
     with (
         build_engine(config(device=device, write_policy="write_through"), MODELS["windows"]) as engine,
@@ -297,7 +300,8 @@ def test_too_many_misfits_are_logged(
     ],
 )
 def test_caches_that_cannot_be_packed(changes: dict[str, object], reason: str) -> None:
-    """Is refused where bits were given, with the remedy, and stays raw under auto."""
+    """A cache that cannot be packed is refused if bits were given, with the remedy in the error. With auto such a cache
+    stays raw."""
     with pytest.raises(ConfigError, match=reason) as refused:
         build_engine(config(**changes), MODELS["mha"])
     assert "kv_packing" in str(refused.value)
@@ -314,7 +318,7 @@ def test_values_of_another_shape_than_keys_stay_raw() -> None:
 
 
 def test_words_of_the_setting() -> None:
-    """YAML reads off as false and 3 as a number; auto packs on CUDA alone."""
+    """YAML reads off as false and 3 as a number. auto packs only on CUDA."""
     of = EngineConfig.from_dict
     given = {False: "off", "off": "off", 3: "3", "4": "4", "auto": "auto"}
     assert {word: of({"device_tokens": 64, "kv_packing": word}).kv_packing for word in given} == given

@@ -1,5 +1,5 @@
-"""The life of a page: the tables of docs/invariants.md are those that histories are held to, each row is taken, and
-what no row allows is found."""
+"""The life of a page: the tables of docs/invariants.md equal those that check the histories, histories take each row,
+and a change that no row allows is found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "invariants.md"
 
 
 def test_the_documentation_has_the_tables_that_histories_are_held_to() -> None:
-    """Row for row, in each tier."""
+    """The documentation has the same rows in each tier."""
     _, _, text = PAGE.read_text().partition("## The life of a page")
     text, _, _ = text.partition("\n## ")
     found: dict[str, list[tuple[str, str]]] = {}
@@ -34,7 +34,7 @@ def test_the_documentation_has_the_tables_that_histories_are_held_to() -> None:
 
 
 def test_histories_take_each_row_of_memory() -> None:
-    """Those without a store, which follow from their seeds: in one or a few of them each way of a page occurs."""
+    """Histories without a store, which their seeds determine, take each row of device and host."""
     device, host = {("device", *row) for row in DEVICE}, {("host", *row) for row in HOST}
     of_reads = {row for row in host if "READ" in row or "DISOWNED" in row}
     at_eviction = {row for row in device if "EVICTING" in row}
@@ -55,7 +55,7 @@ def test_histories_take_each_row(kind: str) -> None:
 
 
 def _rows_of(kind: str, seeds: range, wanted: set[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
-    """Rows that histories take, until those are among them that are `wanted`."""
+    """The rows that histories take; stops as soon as these include all `wanted` rows."""
     seen = Counter[tuple[str, str, str]]()
     for seed in seeds:
         seen += run(kind, seed, 400)
@@ -65,7 +65,7 @@ def _rows_of(kind: str, seeds: range, wanted: set[tuple[str, str, str]]) -> set[
 
 
 def _loading() -> tuple[CacheEngine, SteppedTransfers, np.ndarray]:
-    """An engine that is watched, with a load in flight."""
+    """An engine with a record of its pages, and with a load in flight."""
     engine, first = build_engine(config(), FULL), prompt(1, 41)
     PageLives(engine)
     transfers = SteppedTransfers(engine)
@@ -79,8 +79,8 @@ def _loading() -> tuple[CacheEngine, SteppedTransfers, np.ndarray]:
 
 
 def test_the_record_finds_planted_faults() -> None:
-    """A load that counts as arrived before it has, one whose pages on the host may be evicted, and a change of a
-    column by none of the calls that may change it."""
+    """The record finds three faults: a load that counts as arrived too early, a load whose pages on the host may be
+    evicted, and a change of a column outside of the calls that may change it."""
     engine, _, tokens = _loading()
     (load,) = engine.inspect.copies.loads
     engine.inspect.copies.detach(load)

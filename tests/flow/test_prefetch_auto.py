@@ -1,6 +1,6 @@
-"""Prefetches that pay: who waits for the disk, and for how long.
+"""Prefetches in mode "auto": which request waits for the disk, and for how long.
 
-No verdict depends on the machine (prefetch_case.py). Rates are measured as in service: by completed reads, completed
+No result depends on the machine (prefetch_case.py). Rates are measured as in production: by completed reads, completed
 loads and `observe_prefill`.
 """
 
@@ -35,7 +35,8 @@ from waiting import eventually
 
 @pytest.mark.parametrize("mode", ["best_effort", "wait_complete", None])
 def test_the_first_request_after_a_restart_hits_the_disk(mode: PrefetchMode | None, store: PacedStore) -> None:
-    """By default it waits for all of it, with no rate known; best_effort, admitted at once, uses nothing of it."""
+    """In the default mode the first request waits for all pages of the disk, although no rate is known. In mode
+    "best_effort" the request is admitted at once and uses no page of the disk."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:
@@ -56,8 +57,8 @@ def test_the_first_request_after_a_restart_hits_the_disk(mode: PrefetchMode | No
 
 
 def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
-    """Where reading is estimated to be faster than computing, the request waits to the end; the estimate, of a disk
-    that keeps its pace, is what the wait took."""
+    """If reading is estimated to be faster than computing, the request waits until all pages are read. For a disk with
+    a constant rate, the estimate is the actual wait."""
     with pending_prefetch(store, read_s=FAST) as (engine, handle, tokens):
         until_found(engine, store, handle)
         assert not handle.ready and engine.stats()["prefetch.waited_requests"] == 1
@@ -71,8 +72,8 @@ def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
 
 
 def test_a_slow_disk_is_not_waited_for(store: PacedStore) -> None:
-    """Where computing is estimated to be faster, the request is admitted as soon as the store has told what it holds,
-    and nothing is read for it after that."""
+    """If computing is estimated to be faster, the request is admitted as soon as the store has reported its pages. No
+    new read for the request begins after that."""
     with pending_prefetch(store, read_s=SLOW) as (engine, handle, tokens):
         until_ready(engine, handle)
         assert not handle.ended and (handle.found_tokens, handle.read_tokens) == (192, 0)
@@ -107,7 +108,8 @@ def test_a_wait_for_a_slowing_disk_ends_and_read_pages_are_used(store: PacedStor
 
 
 def test_little_of_an_unknown_disk_shows_that_it_is_slow(store: PacedStore, caplog: pytest.LogCaptureFixture) -> None:
-    """Where no read has shown the rate, the first job of a reader brings 8 MiB, not eight pages of whatever size."""
+    """While no read has shown the rate of a disk, the first job of a reader reads 8 MiB, not eight pages of any
+    size."""
     tokens, host_bytes = tokens_of(1), 32 * (2 << 20)
     geometry = ModelGeometry(layer_num=1, head_num=16, head_dim=2048)  # 2 MiB a page
     with build_engine(settings(host_bytes=host_bytes, device_tokens=256), geometry, store=store) as engine:
@@ -116,21 +118,21 @@ def test_little_of_an_unknown_disk_shows_that_it_is_slow(store: PacedStore, capl
         engine.flush()
     with build_engine(settings(host_bytes=host_bytes, device_tokens=256), geometry, store=store) as engine:
         engine.observe_prefill(100, 100.0)
-        store.read_s = 60.0  # of two pages, whose 16 tokens are computed in 16 s
+        store.read_s = 60.0  # seconds of a read of two pages, whose 16 tokens are computed in 16 s
         store.hold()
         handle = engine.prefetch("a", tokens)
         until_found(engine, store, handle)
         store.allow(4)
         until_ready(engine, handle)
         assert (handle.ended, handle.read_tokens) == (False, 4 * PAGE)
-        assert not caplog.records  # no read had to fail for that
+        assert not caplog.records  # no read failed
         store.allow()
 
 
 @pytest.mark.parametrize(("read_s", "sizes"), [(1e-3, [24]), (0.0375, [11, 13])])
 def test_a_remote_store_is_asked_for_many_pages_at_once(read_s: float, sizes: list[int], store: PacedStore) -> None:
-    """A prompt of 24 pages is one call where reads are fast; a slow store is asked for a quarter of a second at a time:
-    for 13 pages where 24 take 0.45 s."""
+    """A prompt of 24 pages is one call if reads are fast. A slow store gets calls of a quarter of a second: 13 pages if
+    24 pages take 0.45 s."""
     prompts = [tokens_of(seed) for seed in range(2)]
     fill(store, *prompts)
     store.read_s = read_s
@@ -146,8 +148,8 @@ def test_a_remote_store_is_asked_for_many_pages_at_once(read_s: float, sizes: li
 
 @pytest.mark.parametrize(("silent", "speed"), [("contains", None), ("get_into", 500.0)])
 def test_without_rates_a_wait_is_bounded(silent: str, speed: float | None, store: PacedStore, clock: Clock) -> None:
-    """While the disk's rate is unknown and nothing lands, a request waits for as long as computing would take: at
-    an assumed 1000 tokens a second where none was measured."""
+    """While the disk's rate is unknown and no page lands, a request waits as long as computing would take. If no speed
+    was measured, 1000 tokens a second are assumed."""
     tokens = tokens_of(1)
     fill(store, tokens)
     gate = store.trouble = Gate(silent)
@@ -167,8 +169,8 @@ def test_without_rates_a_wait_is_bounded(silent: str, speed: float | None, store
 
 
 def test_a_timeout_ends_at_its_deadline(store: PacedStore, clock: Clock) -> None:
-    """Under "timeout" a request waits until `prefetch_timeout_s` have passed, whatever has been read, and a poll
-    reports the end once."""
+    """In mode "timeout" a request waits until `prefetch_timeout_s` have passed, whatever has been read. A single poll
+    reports the end."""
     tokens = tokens_of(1)
     fill(store, tokens)
     store.hold()
@@ -206,7 +208,7 @@ def test_an_old_rate_is_forgotten(store: PacedStore, clock: Clock) -> None:
         until_found(engine, store, handle)
         store.allow(4)
         until_landed(engine, handle, 64)
-        assert not handle.ready  # what has landed is the rate now
+        assert not handle.ready  # the landed pages determine the rate now
         store.allow()
         until_ready(engine, handle)
         assert handle.ended and handle.read_tokens == 192
@@ -231,8 +233,8 @@ def test_measured_rates_gate_loads_too() -> None:
 
 @pytest.mark.parametrize("beside", [0, 1])
 def test_a_load_counts_earlier_loads_and_delayed_requests(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as slow again as computing, a load is made where another request runs, and is not where none does. Its bytes
-    come behind those of loads in flight."""
+    """A load takes 1.5 times as long as computing. The engine makes the load if another request runs, and recomputes if
+    no other request runs. The bytes of a load are queued behind those of loads in flight."""
     prompts = [tokens_of(n) for n in range(4)]
     with build_engine(settings(device_tokens=256), GEOMETRY) as engine:
         for n, tokens in enumerate([*prompts, prompts[0]]):
@@ -254,8 +256,8 @@ def test_a_load_counts_earlier_loads_and_delayed_requests(beside: int, monkeypat
 
 
 def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
-    """The time of a delayed load includes the pass before it, or gaps between launches of its layers. A rate from them
-    would decline loads that are faster than recomputing."""
+    """The measured time of a delayed load includes the pass before it, or gaps between launches of its layers. A rate
+    from this time would decline loads that are faster than recomputing."""
     prompts = [tokens_of(n) for n in range(4)]
     with build_engine(settings(device_tokens=256), GEOMETRY) as engine:
         for n, tokens in enumerate(prompts):
@@ -274,12 +276,13 @@ def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
 
 
 def test_pages_in_no_store_do_not_count_for_waiting(store: PacedStore) -> None:
-    """Of a prompt of 24 pages a store has eight. Computing these costs less than reading them, computing all more."""
+    """A store has eight of the 24 pages of a prompt. Computing these eight costs less than reading them; computing all
+    24 costs more."""
     one, two = tokens_of(1), tokens_of(2)
     fill(store, one, two[: 8 * PAGE + 1])
     with engine_of(store) as engine:
         engine.observe_prefill(100, 100.0)
-        measure_disk(engine, store, one, 25.0)  # of two pages: 100 s for eight, which are computed in 64 s
+        measure_disk(engine, store, one, 25.0)  # per two pages: eight take 100 s to read, 64 s to compute
         store.hold()
         handle = engine.prefetch("a", two)
         until_ready(engine, handle)

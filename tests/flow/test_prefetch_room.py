@@ -1,4 +1,4 @@
-"""Prefetches that share the host: the share of requests that are not admitted yet, and waits for host pages."""
+"""Prefetches that share the host: the share of requests that have not been admitted, and waits for host pages."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_a_share_of_the_host_bounds_prefetched_pages(leaves: str, store: PacedSt
 
 
 def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
-    """The garbage collector may delete a handle in any thread and in the middle of a call. Its claim ends then, and
-    other claims stay correct."""
+    """The garbage collector may delete a prefetch handle in any thread and in the middle of a call. Then the claim of
+    the handle ends, and other claims stay correct."""
     share, gone, kept = HostShare(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
 
     class Interrupting(int):
-        """Where it is added to anything, a handle goes."""
+        """A number that deletes a handle when it is added to another number."""
 
         def __radd__(self, other: int) -> int:
             if gone:
@@ -72,7 +72,7 @@ def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
 
     for handle in gone:
         share.add(handle, 10)
-    share.add(other := Prefetch("r0", "auto"), 1)  # the same request: its pages are this one's from here on
+    share.add(other := Prefetch("r0", "auto"), 1)  # the same request: from now on this handle has its pages
     del handle
     share.add(kept, Interrupting(5))
     while gone:
@@ -85,15 +85,15 @@ def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
 
 
 def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, clock: Clock) -> None:
-    """Of prompts that come together the first alone may exceed the share, by more than the others have pages. They read
-    nothing until it is admitted, and then all of theirs."""
+    """Of prompts that arrive together, only the first may exceed the share, by more than the pages of the other
+    prompts. The other prompts read nothing until the first one is admitted, and then read all their pages."""
     prompts = [tokens_of(1), *(tokens_of(n, 33) for n in range(2, 6))]
     fill(store, *prompts)
     with engine_of(store, prefetch_host_share=0.01) as engine:
         handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
 
         def landed() -> list[int]:
-            clock.now_s += 1.0  # longer than until a read is tried again
+            clock.now_s += 1.0  # longer than the delay before a read is retried
             engine.poll()
             engine.check()
             return [handle.read_tokens for handle in handles]
@@ -120,8 +120,8 @@ def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, cl
 def test_no_request_waits_for_host_pages_that_are_never_freed(
     mode: PrefetchMode, host_pages: int, share: float, landed: int, store: PacedStore
 ) -> None:
-    """A prompt may exceed the share while it is the only one. Larger than the host, it gets what fits and does not wait
-    for more; a share of 0 reads nothing."""
+    """A prompt may exceed the share while it is the only one. A prompt that is larger than the host gets the pages that
+    fit and does not wait for more. With a share of 0 nothing is read."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store, prefetch_host_share=share, host_bytes=host_pages * PAGE * 192) as engine:
@@ -135,8 +135,8 @@ def test_no_request_waits_for_host_pages_that_are_never_freed(
 
 @pytest.mark.parametrize(("others", "landed"), [(5, 5), (2, 5), (0, 5)])
 def test_a_read_keeps_the_pages_before_it_on_the_host(others: int, landed: int, store: PacedStore) -> None:
-    """Host pages that the prefix continues stay, though the device has them too: what is read takes all others, those
-    of other prompts and free ones, and no more."""
+    """A read keeps the host pages that come before it in its prompt, although the device has them too. The read takes
+    all other host pages, free ones and those of other prompts, and no more."""
     tokens = tokens_of(1, 20 * PAGE + 1)
     fill(store, tokens)
     with engine_of(store, host_bytes=16 * PAGE * 192) as engine:
@@ -155,8 +155,9 @@ def test_a_read_keeps_the_pages_before_it_on_the_host(others: int, landed: int, 
 
 
 def test_a_read_ends_if_other_requests_took_the_host_pages(store: PacedStore) -> None:
-    """A long prompt is queued in steps. Where host pages that it was to have are taken between two of them, what was
-    queued before still lands, and the rest comes when there is room."""
+    """The reads of a long prompt are queued in steps. If the host pages of the prompt are taken between two steps,
+    the reads that are already queued still land. The remaining reads of the prompt follow when host pages are free
+    again."""
     tokens = tokens_of(1, 150 * PAGE + 1)
     sizes = {"device_tokens": 2048, "max_context_len": 2048, "host_bytes": 200 * PAGE * 192}
     with engine_of(store, **sizes) as engine:

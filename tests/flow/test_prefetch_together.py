@@ -35,7 +35,7 @@ def two_pending_prefetches(
     store: PacedStore, *, compute_s: float, num_running: int = 0, num_queued: int = 0, are_expected: bool = False
 ) -> Iterator[tuple[CacheEngine, list[Prefetch]]]:
     """An engine, and prefetches of two prompts whose reads have begun. A prompt is read in 12 s and computed in
-    `compute_s`. Other requests run or are queued. `are_expected`: the two requests called `expect` before."""
+    `compute_s`. Other requests run or are queued. If `are_expected`, both requests have called `expect` before."""
     prompts, others = [tokens_of(n) for n in range(3)], [f"other {n}" for n in range(num_running + num_queued)]
     fill(store, *prompts)
     with engine_of(store) as engine:
@@ -69,16 +69,17 @@ def two_pending_prefetches(
 def test_a_wait_counts_reads_before_it_and_those_that_computing_delays(
     others: dict[str, Any], compute_s: float, ready: tuple[bool, bool], store: PacedStore
 ) -> None:
-    """The read of the second request, behind that of the first, takes longer than computing. The second request
-    computes, unless this delays a request that runs or is queued. The first does not count while it waits for the disk.
-    If the first computes, it counts, and no read is before that of the second."""
+    """The read of the second request, queued behind that of the first, takes longer than computing. The second
+    request computes unless this delays a running or queued request. The first request does not count as delayed
+    while it waits for the disk. If the first request computes, it counts as delayed, and no read is queued before
+    that of the second."""
     with two_pending_prefetches(store, compute_s=compute_s, **others) as (_, (first, second)):
         assert (first.ready, second.ready) == ready
 
 
 def test_a_wait_continues_when_other_requests_have_ended(store: PacedStore) -> None:
-    """Two requests wait for the disk because computing would delay two that run. When these end, both go on waiting:
-    otherwise both would compute at once."""
+    """Two requests wait for the disk because computing would delay two running requests. When the running requests end,
+    the two waiting requests continue to wait; otherwise they would both compute at once."""
     with two_pending_prefetches(store, compute_s=10.0, num_running=2) as (engine, handles):
         for name in ("other 0", "other 1"):
             engine.cancel(name)
@@ -87,7 +88,8 @@ def test_a_wait_continues_when_other_requests_have_ended(store: PacedStore) -> N
 
 
 def test_a_frozen_disk_blocks_no_request(store: PacedStore, clock: Clock) -> None:
-    """A wait ends if no page arrives for as long as computing would take this request and the one that it delays."""
+    """A wait ends if no page arrives for the time that computing would take the waiting request and the request that it
+    delays."""
     with two_pending_prefetches(store, compute_s=18.0, num_running=1) as (engine, handles):
         for passed_s, ready in ((35, False), (2, True)):
             clock.now_s += passed_s
@@ -96,7 +98,7 @@ def test_a_frozen_disk_blocks_no_request(store: PacedStore, clock: Clock) -> Non
 
 
 def test_a_wait_continues_if_the_disk_is_a_little_slower(store: PacedStore) -> None:
-    """A wait that has begun goes on though the current rates would not start it: rates vary, and the pages that were
+    """A wait that has begun continues although the current rates would not start it. Rates vary, and the pages already
     read would be wasted."""
     tokens = tokens_of(1)
     fill(store, tokens, tokens_of(2))
@@ -110,14 +112,14 @@ def test_a_wait_continues_if_the_disk_is_a_little_slower(store: PacedStore) -> N
         store.allow(8)
         eventually(lambda: engine.poll() or (handle.read_tokens >= 64 and store.held == 1))
         assert not handle.ready
-        store.read_s = 0.0  # so that the clock does not advance before the engine polls
+        store.read_s = 0.0  # the clock must not advance before the engine polls
         store.allow()
         until_ready(engine, handle)
         assert handle.read_tokens == 192
 
 
 def test_a_read_without_host_pages_is_queued_after_reads_with_them(store: PacedStore) -> None:
-    """While other requests use the share of the host, a short prompt is computed, and a long one waits."""
+    """While other requests use the share of the host, a short prompt is computed and a long prompt waits."""
     prompts = [tokens_of(1), tokens_of(2), tokens_of(3, 49)]
     fill(store, *prompts)
     with engine_of(store, prefetch_host_share=0.121) as engine:
@@ -134,8 +136,8 @@ def test_a_read_without_host_pages_is_queued_after_reads_with_them(store: PacedS
 
 
 def test_a_wait_for_host_pages_ends_when_computing_is_faster(store: PacedStore, clock: Clock) -> None:
-    """The share of the host has pages for one of two requests. If the disk does not answer, neither waits longer than
-    computing takes."""
+    """The share of the host has pages for one of two requests. If the disk does not answer, neither request waits
+    longer than computing takes."""
     prompts = [tokens_of(1), tokens_of(2)]
     fill(store, *prompts)
     with engine_of(store, prefetch_host_share=0.121) as engine:
@@ -146,7 +148,7 @@ def test_a_wait_for_host_pages_ends_when_computing_is_faster(store: PacedStore, 
         assert engine.stats()["prefetch.deferred_requests"] == 1
         for passed_s, ready in ((17, False), (2, True)):
             clock.now_s += passed_s
-            for _ in range(2):  # the first request that stops waiting delays the other in that poll
+            for _ in range(2):  # the first request that stops waiting delays the other one in the same poll
                 engine.poll()
             assert [handle.ready for handle in handles] == [ready] * 2, passed_s
 
@@ -155,8 +157,8 @@ def test_a_wait_for_host_pages_ends_when_computing_is_faster(store: PacedStore, 
 def test_requests_for_the_same_pages_share_one_read(
     mode: PrefetchMode, cancelled: int | None, store: PacedStore
 ) -> None:
-    """Of prompts with common beginnings every page is read once, also if a request is cancelled meanwhile, and each
-    request finds all of its pages."""
+    """Every page of prompts with common beginnings is read once, also if a request is cancelled meanwhile. Each request
+    finds all of its pages."""
     same, half = tokens_of(1), tokens_of(1, 105)
     fork = np.concatenate([same[:96], tokens_of(2, 97)])
     prompts = [same, same, fork, half]
@@ -187,7 +189,7 @@ def test_requests_for_the_same_pages_share_one_read(
 @pytest.mark.parametrize("mode", ["wait_complete", "best_effort"])
 def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: PacedStore) -> None:
     """While a prefetch is in progress, another call returns the same handle whatever its mode, and admission waits if
-    the handle does. After its end a call returns a new handle."""
+    the handle does. After the end of the prefetch a call returns a new handle."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:
@@ -205,8 +207,8 @@ def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: Pa
 
 
 def test_a_waiting_prefetch_joins_no_preemptible_read(store: PacedStore) -> None:
-    """A preemptible read comes after all others: a request that waits reads the pages itself; one that does not wait
-    joins the preemptible read."""
+    """The reads of a preemptible prefetch are queued after all others. A request that waits reads the pages itself; a
+    request that does not wait joins the preemptible read."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:
@@ -241,8 +243,8 @@ def test_pages_that_are_being_copied_to_the_host_are_not_read(store: PacedStore)
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_pages_read_after_a_copy_in_flight_are_usable_at_once(store: PacedStore, fails: bool) -> None:
-    """The beginning of a prompt is being copied to the host while the rest is read from disk. The rest lands at once,
-    and stays if the copy fails."""
+    """The beginning of a prompt is being copied to the host while the rest is read from disk. The pages from disk land
+    at once, and stay if the copy of the beginning fails."""
     tokens = tokens_of(1)
     fill(store, tokens)
     engine = build_engine(settings(), GEOMETRY, store=store)
@@ -260,8 +262,8 @@ def test_pages_read_after_a_copy_in_flight_are_usable_at_once(store: PacedStore,
 
 
 def test_a_read_ends_with_the_last_page_that_a_request_waits_for(store: PacedStore) -> None:
-    """If the request with the long prompt is cancelled, the read ends with the pages that another request shares. If
-    both are cancelled, it ends at once."""
+    """If the request with the long prompt is cancelled, the read ends after the pages that another request shares. If
+    the two requests are cancelled, the read ends at once."""
     long, short = tokens_of(1), tokens_of(1, 50)
     fill(store, long)
     for gone in (["long"], ["short", "long"]):
@@ -299,7 +301,8 @@ def test_pages_after_a_lost_page_are_not_read(store: PacedStore) -> None:
 
 
 def test_a_refused_admission_leaves_its_prefetch(store: PacedStore) -> None:
-    """A request without free slots waits on. The pages that its prefetch reads meanwhile are hits at admission."""
+    """A request without free slots continues to wait. The pages that its prefetch reads meanwhile are hits at
+    admission."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:

@@ -1,4 +1,4 @@
-"""The keys of a prompt are made once while its request waits, and are those of its tokens and namespace."""
+"""The keys of a prompt are made once while its request waits, and depend on its tokens and namespace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_keys_are_made_once_and_of_the_same_prompt_alone() -> None:
 
 
 def test_prompts_that_are_never_cancelled_are_bounded_by_bytes() -> None:
-    """The prompts used last stay, up to `max_bytes`. One prompt stays even if it is larger."""
+    """The prompts used last stay, up to `max_bytes`. A single prompt stays even if it is larger than `max_bytes`."""
     tree = RadixTree(PAGE, PageHasher(b"identity", PAGE))
     small, large = np.arange(4), np.arange(4 * 1000)
     size = Prompts(tree).of(small, "", tree.match(small)).num_bytes
@@ -54,14 +54,15 @@ def test_prompts_that_are_never_cancelled_are_bounded_by_bytes() -> None:
     kept = of("large", large)
     assert of("large", large) is kept and of("first") is not first
     assert of("large", large) is not kept
-    for number in range(5):  # of one request the last one alone counts
+    for number in range(5):  # only the last prompt of a request counts
         kept, others = of("again", np.arange(4 * (number + 1))), of("other")
     assert of("again", kept.tokens) is kept and of("other") is others
 
 
 @pytest.mark.parametrize("has_events", [False, True])
 def test_a_host_page_keeps_only_the_tokens_of_its_own_read(has_events: bool) -> None:
-    """The prompt's tokens go with its request; events tell those of the pages that came, also of a part."""
+    """The tokens of a prompt are dropped with its request. Events still report the tokens of the pages that were read,
+    also if only some were."""
     tree, announced = RadixTree(PAGE, PageHasher(b"identity", PAGE)), EventLog()
     watch = HostWatch(Metrics(), PAGE, has_stores=False, events=announced if has_events else None)
     tokens = np.arange(20 * PAGE)

@@ -1,4 +1,4 @@
-"""The state machine of a prefetch: every pair of stage and event, on an engine with a request in that stage."""
+"""The state machine of a prefetch: every pair of a stage and an event, on an engine with a request in that stage."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from waiting import eventually
 def request_in(
     stage: Stage, store: PacedStore, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[CacheEngine, PendingPrefetch]]:
-    """An engine with a prefetch of 24 pages in `stage`, for which a lease is at hand. At the end the request is
-    cancelled, and the engine gives everything back."""
+    """An engine with a prefetch of 24 pages in `stage`, for which a lease can be acquired. At the end the request is
+    cancelled, and the engine releases everything."""
     tokens, before = tokens_of(1), tokens_of(3)
     fill(store, tokens, before)
     gate = Gate("contains")
@@ -66,8 +66,9 @@ def request_in(
 def test_each_event_in_each_stage(
     stage: Stage, event: Event, store: PacedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event of the table moves the request to its stage and runs its action once, after which all accounts hold. The
-    action itself ends a request. Any other event raises, and changes nothing."""
+    """An event of the table moves the request to the new stage and runs its action once; then all accounts hold. If the
+    new stage is ENDED, the action itself sets it. An event that the table does not have for the stage raises and
+    changes nothing."""
     with request_in(stage, store, monkeypatch) as (engine, request):
         prefetcher, seen = engine.inspect.prefetcher, list[Stage]()
         assert prefetcher is not None
@@ -95,7 +96,7 @@ def test_each_event_in_each_stage(
 
 @pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.ENDED], ids=lambda of: of.name)
 def test_an_end_that_raised_is_repeated(stage: Stage, store: PacedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancel raises before the request has released its pages. The next cancel ends it."""
+    """A cancel raises before the request has released its pages. The next cancel ends the request."""
     with request_in(stage, store, monkeypatch) as (engine, request):
         prefetcher = engine.inspect.prefetcher
         assert prefetcher is not None
@@ -116,7 +117,7 @@ def raising(error: type[BaseException]) -> Callable[..., None]:
 
 
 def test_the_documented_table_is_the_table() -> None:
-    """The docstring of the module has each transition once, with the name of its action."""
+    """The docstring of the module lists each transition once, with the name of its action."""
     assert reads.__doc__ is not None
     rows = [line.split("|")[1:-1] for line in reads.__doc__.splitlines() if line.strip().startswith("| ")]
     documented = {tuple(cell.strip() for cell in row) for row in rows[1:]}
@@ -127,7 +128,7 @@ def test_the_documented_table_is_the_table() -> None:
 
 
 def test_a_request_that_waits_for_its_pages_takes_three_stages(store: PacedStore) -> None:
-    """Its stores are asked, its pages are read, and it ends."""
+    """Stores are asked for the pages of a request, its pages are read, and the request ends."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:

@@ -1,4 +1,5 @@
-"""The remote tier of an engine: what one engine computed is a hit for another, and trouble there costs hits alone."""
+"""The remote tier of an engine: pages that one engine computed are hits for another, and failures of the remote store
+only cost hits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def engine_over(shared: PageStore | None, disk: PageStore | None = None, **chang
 
 
 def fill(shared: PageStore | None, disk: PageStore | None, tokens: np.ndarray) -> None:
-    """Have stores hold the pages of a prompt, by an engine that ends."""
+    """Store the pages of a prompt through an engine that ends."""
     with engine_over(shared, disk) as engine:
         ask(engine, "fill", tokens)
 
@@ -46,7 +47,7 @@ def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "")
 
 
 def test_an_engine_hits_pages_computed_by_another(device: str) -> None:
-    """Byte for byte, and with no disk in between; of a tenant's prompts only that tenant's."""
+    """A second engine reuses the pages byte for byte, without a disk. A tenant only hits its own prompts."""
     shared = MemoryPageStore(BUDGET)
     with engine_over(shared, device=device) as first, engine_over(shared, device=device) as second:
         assert ask(first, "a", prompt(0)) == Hit() and ask(first, "t", prompt(1), "tenant") == Hit()
@@ -63,8 +64,8 @@ def test_an_engine_hits_pages_computed_by_another(device: str) -> None:
 
 
 def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
-    """Later pages are on the host already when the recomputed page is backed up, and then the complete prompt is
-    found."""
+    """A store has lost one page, and later pages are already on the host when the recomputed page is backed up. Then
+    the complete prompt is found."""
     shared = LossyStore(BUDGET)
     fill(shared, None, prompt(0))
     with engine_over(shared, device=device) as engine:
@@ -78,8 +79,8 @@ def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
 
 
 def test_pages_lost_by_the_disk_are_read_from_the_remote_store(device: str) -> None:
-    """A page on disk that does not verify is deleted, and the remote store is asked for it. The complete prompt is
-    found, and no later page is read twice."""
+    """A page on disk that does not verify is deleted and read from the remote store. The complete prompt is found, and
+    no later page is read twice."""
     shared, disk = MemoryPageStore(BUDGET), LossyStore(BUDGET)
     fill(shared, disk, prompt(0))
     with engine_over(shared, disk, device=device) as engine:
@@ -93,7 +94,8 @@ def test_pages_lost_by_the_disk_are_read_from_the_remote_store(device: str) -> N
 
 
 def test_the_disk_is_looked_up_first_and_stores_remote_pages(device: str) -> None:
-    """A prompt of which the disk has the beginning comes from both; afterwards the disk has all of it."""
+    """If the disk only has the beginning of a prompt, the prompt is read from both stores. Afterwards the disk has all
+    of it."""
     shared, disk = MemoryPageStore(BUDGET), MemoryPageStore(BUDGET)
     fill(shared, None, prompt(0))
     fill(None, disk, prompt(0)[:41])
@@ -110,7 +112,8 @@ def test_the_disk_is_looked_up_first_and_stores_remote_pages(device: str) -> Non
 @pytest.mark.parametrize("tier", ["disk", "remote"])
 @pytest.mark.parametrize("model", component_case.WITH_COMPONENTS)
 def test_windows_and_states_count_for_the_tier_that_has_them(tier: str, model: ModelGeometry) -> None:
-    """Where memory has the full pages and lost what goes with them, a lookup names the tier that adds that."""
+    """If memory has the full pages but lost their windows or states, a lookup counts the tokens for the tier that has
+    these."""
     tokens, both = prompt_of(1, 57), {"disk": MemoryPageStore(1 << 20), "remote": MemoryPageStore(1 << 20)}
     with build_engine(component_case.config(), model, **{tier if tier == "remote" else "store": both[tier]}) as engine:
         component_case.serve(engine, "a", tokens, model)
@@ -126,8 +129,8 @@ def test_windows_and_states_count_for_the_tier_that_has_them(tier: str, model: M
 
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
 def test_a_frozen_remote_store_delays_no_request(verb: str, clock: Clock) -> None:
-    """While the remote tier does not answer, pages are served from the disk, and no other transfer uses the host pages
-    of the hung call."""
+    """While the remote tier does not answer, pages are read from the disk, and no other transfer uses the host pages of
+    the hung call."""
     remote, disk, gate = TroubledStore(MemoryPageStore(BUDGET)), MemoryPageStore(BUDGET), Gate(verb)
     fill(remote, None, prompt(0))
     fill(None, disk, prompt(0)[:41])
@@ -136,7 +139,7 @@ def test_a_frozen_remote_store_delays_no_request(verb: str, clock: Clock) -> Non
         remote.trouble = gate
         handle = engine.prefetch("c", prompt(0))
         if verb != "put":
-            read_tokens = 40 if verb == "get_into" else 0  # nothing is read before all were asked what they hold
+            read_tokens = 40 if verb == "get_into" else 0  # no read begins before all stores have reported their pages
             eventually(lambda: engine.poll() or gate.held > 0, engine.stats)
             eventually(lambda: engine.poll() or engine.stats()["prefetch.read_tokens"] == read_tokens, engine.stats)
             assert not handle.ready
@@ -164,7 +167,7 @@ def test_a_frozen_remote_store_delays_no_request(verb: str, clock: Clock) -> Non
 
 
 def test_ranks_of_the_same_kv_have_one_writer(tmp_path: Path) -> None:
-    """Of a store by URL, an engine with backup=none reads and writes nothing."""
+    """With backup=none, an engine reads a store given by URL and writes nothing to it."""
     url = f"lmdb://{tmp_path / 'shared'}?budget=64MiB"
     with engine_over(None, remote=RemoteConfig(url=url)) as writer:
         ask(writer, "a", prompt(0))
@@ -177,7 +180,8 @@ def test_ranks_of_the_same_kv_have_one_writer(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be() -> None:
-    """The remote tier needs host pages and a model's identity, its settings are of their class, and there is one."""
+    """The remote tier needs host pages and a model's identity, its settings must be of their class, and an engine has
+    at most one remote tier."""
     url = RemoteConfig(url="own-store://:secret@host")
     for changes, setting in (
         ({"remote": url, "host_bytes": 0}, "host"),
@@ -194,8 +198,8 @@ def test_settings_that_cannot_be() -> None:
 
 
 def test_as_many_threads_read_as_fill_the_link() -> None:
-    """One thread if a connection takes several requests at a time, otherwise four, unless the setting gives a
-    number."""
+    """The remote tier uses one thread if a connection takes several requests at a time, otherwise four, unless the
+    setting gives a number."""
     for url, num_readers in (
         ("mooncake://master:50051?replicas=2", 1),
         (" MOONCAKE://master", 1),

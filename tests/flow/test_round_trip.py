@@ -1,7 +1,7 @@
 """One round trip for every pool: device -> host -> disk -> host -> device, and every byte compared.
 
-A row of `POOLS` builds a pool; the test knows its slot spaces, which is all that transfers, host pages and the page
-store know of it. In which order a host page has their rows is held by kernels/test_page_copy.py.
+A row of `POOLS` builds a pool. The test only uses the slot spaces of the pool, as transfers, host pages and the page
+store do. kernels/test_page_copy.py checks the order of rows in a host page.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ HEADS, LATENT = {"head_num": 2, "head_dim": 8}, {"kv_lora_rank": 24, "qk_rope_he
 
 @dataclass(frozen=True)
 class Case:
-    """How to build a pool's slot spaces on a device, and the tokens of a host page. A state is a page of its own."""
+    """Functions that build a pool's slot spaces on a device, and the tokens of a host page. A recurrent state is a
+    complete page."""
 
     build: Callable[[str], tuple[SlotSpace, ...]]
     host_page: int = 16
@@ -96,18 +97,18 @@ POOLS = {
     "hybrid linear": hybrid(),
     "hybrid linear mla": hybrid(use_mla=True, **LATENT),
 }
-# Each pool with one of the kernels; families that share a layout take both.
+# Each pool with one of the two kernels. Families that share a layout use both kernels.
 ROWS = [(name, ("torch", "triton")[n % 2]) for n, name in enumerate(POOLS)]
 
 
 def buffers_of(space: SlotSpace) -> list[torch.Tensor]:
-    """Of all layers, as bytes."""
+    """The buffers of all layers, as bytes."""
     buffers = [buffer for layer in space.layout.layers for buffer in space.layer_buffers(layer)]
     return [buffer.view(torch.uint8) if buffer.dim() > 1 else buffer[:, None].view(torch.uint8) for buffer in buffers]
 
 
 def some_pages(space: SlotSpace, host_page: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source and target slots, disjoint: two host pages each, of scattered whole device pages."""
+    """Disjoint source and target slots: two host pages each, of scattered complete device pages."""
     page = space.layout.device_page_size
     order = torch.randperm(space.num_slots // page - 1, generator=torch.Generator().manual_seed(3)) + 1
     assert len(order) * page >= 4 * host_page, "the pool is too small for this test"
@@ -116,7 +117,7 @@ def some_pages(space: SlotSpace, host_page: int, device: str) -> tuple[torch.Ten
 
 
 def through_the_disk(path: Path, host: HostPagePool, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Host pages `source` into a store, and out of it, opened again, into host pages `target`."""
+    """Write host pages `source` into a store, open the store again, and read them into host pages `target`."""
     keys, identity = [b"%d" % i for i in range(len(source))], {"layout": host.layout.digest().hex()}
     for is_back in (False, True):
         store = LmdbPageStore(path, identity=identity, formats=[PageFormat(host.page_bytes)], budget_bytes=16 << 20)
@@ -163,7 +164,7 @@ def one_round_trip(space: SlotSpace, host_page: int, device: str, path: Path) ->
 @pytest.mark.parametrize(("name", "kernels"), ROWS, indirect=["kernels"])
 def test_bytes_are_restored(device: str, kernels: str, name: str, tmp_path: Path) -> None:
     """Random bytes of a pool survive host pages and the disk and arrive at other slots; all other slots and pages stay
-    as they were."""
+    unchanged."""
     spaces = POOLS[name].build(device)
     assert spaces
     for space in spaces:
@@ -172,8 +173,8 @@ def test_bytes_are_restored(device: str, kernels: str, name: str, tmp_path: Path
 
 
 def test_host_pages_are_complete_device_pages() -> None:
-    """A host page that is no whole number of device pages is refused where rows belong to pages, with the setting,
-    and accepted where every row belongs to a token."""
+    """A host page that is no multiple of a device page is refused if a row belongs to a page; the error names the
+    setting. The size is accepted if every row belongs to a token."""
     (space,) = pool(NSATokenToKVPool, **LATENT, page_size=8).build("cpu")
     with pytest.raises(ConfigError, match="host_page_size"):
         HostPagePool(space.layout, 12, 1 << 20, pin=False)
@@ -182,7 +183,7 @@ def test_host_pages_are_complete_device_pages() -> None:
 
 
 def test_a_pool_that_does_not_fit_the_settings() -> None:
-    """Each setting that disagrees with a given pool is named, and pools of several slot spaces are refused."""
+    """The error names each setting that disagrees with a given pool. Pools of several slot spaces are refused."""
     good = {"device_tokens": SIZE, "host_bytes": 0, "page_size": 4}
     mla = MLATokenToKVPool(**COMMON, **LATENT, device="cpu")
     build_engine(EngineConfig(**good), mla).close()

@@ -19,7 +19,7 @@ WRITE_POLICIES = ["write_through", "write_back", "exclusive"]
 
 
 def stored(engine: CacheEngine, tokens: np.ndarray) -> int:
-    """Tokens of it that memory no longer has, and the store does."""
+    """Empty the memory tiers; returns the tokens of the prompt that the store has."""
     assert engine.reset()
     eventually(lambda: engine.lookup(tokens, disk_wait_s=10.0).disk_known)
     found = engine.lookup(tokens, disk_wait_s=10.0)
@@ -28,7 +28,7 @@ def stored(engine: CacheEngine, tokens: np.ndarray) -> int:
 
 
 def fill(engine: CacheEngine, *seeds: int) -> None:
-    """Each takes half of the device."""
+    """Serve prompts, each of which takes half of the device."""
     for seed in seeds:
         serve(engine, f"fill {seed}", prompt(seed, 65))
         engine.flush()
@@ -36,8 +36,9 @@ def fill(engine: CacheEngine, *seeds: int) -> None:
 
 @pytest.mark.parametrize("policy", WRITE_POLICIES)
 def test_nothing_of_an_ended_session_is_saved_any_more(policy: str) -> None:
-    """The last turn says that it is one: what it computes is neither on the host nor in the store when the device has
-    lost it, and neither is the turn before where that was not saved by then. A session that goes on is there."""
+    """The last turn of a session has the hint `session_end`. The pages of this turn, and unsaved pages of the turn
+    before, are neither on the host nor in the store after the device has evicted them. A session that continues is
+    stored."""
     settings = config(device_tokens=136, host_bytes=60 * PAGE_BYTES, write_policy=policy)
     goes_on, ends = prompt(1, 49), prompt(2, 49)
     with build_engine(settings, GEOMETRY, store=MemoryPageStore(8 << 20)) as engine:
@@ -49,12 +50,12 @@ def test_nothing_of_an_ended_session_is_saved_any_more(policy: str) -> None:
                 engine.flush()
         fill(engine, 10, 11, 12)
         assert engine.lookup(ends).device == 0 and engine.lookup(ends).host <= 24
-        assert (stored(engine, goes_on), stored(engine, ends)) == (48, 24)  # its first turn was flushed
+        assert (stored(engine, goes_on), stored(engine, ends)) == (48, 24)  # the first turn of "ends" was flushed
         settled(engine)
 
 
 def test_a_session_that_continues_after_its_end_hint_is_unaffected() -> None:
-    """Its pages are found, and from then on they are saved and leave in their turn."""
+    """The pages of the session are found, and from then on they are saved, and evicted in the usual order."""
     settings = config(device_tokens=136, host_bytes=60 * PAGE_BYTES, eviction_policy="lru")
     tokens = prompt(1, 57)
     with build_engine(settings, GEOMETRY, store=MemoryPageStore(8 << 20)) as engine:
@@ -71,7 +72,7 @@ def test_a_session_that_continues_after_its_end_hint_is_unaffected() -> None:
 
 @pytest.mark.parametrize("model", component_case.WITH_COMPONENTS)
 def test_the_end_reaches_windows_and_states_that_left_before(model: ModelGeometry) -> None:
-    """Those of earlier turns, which the host alone has, leave first too."""
+    """Windows and states of earlier turns that are only on the host are evicted first too."""
     sizes = {"device_tokens": 512, "window_tokens": 56, "mamba_size": 6, "write_policy": "exclusive"}
     with build_engine(component_case.config(**sizes), model) as engine:
         for turn in (1, 2, 3):
@@ -87,12 +88,12 @@ def test_the_end_reaches_windows_and_states_that_left_before(model: ModelGeometr
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
-    """The oldest prompt stays, for which the one of another tenant after it leaves, until four times the time that was
-    told has passed, or it was used."""
+    """The oldest prompt has a hint for its next turn. This prompt stays, and a later prompt of another tenant is
+    evicted instead. The hint ends after four times the given time, or when the prompt is used."""
     clock = Clock()
     host_pages = 0 if tier == "device" else 20
     sizes = {"device_tokens": 168 if tier == "device" else 72, "host_bytes": host_pages * PAGE_BYTES}
-    settings = config(**sizes, write_policy="write_through")  # so that the host has it when it is told
+    settings = config(**sizes, write_policy="write_through")  # the host has the prompt before the hint
 
     def held(seed: int) -> bool:
         found = engine.lookup(prompt(seed, 49), "" if seed == 1 else "another tenant")
@@ -125,8 +126,8 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
 
 
 def test_a_beginning_that_prompts_share_counts_once() -> None:
-    """Sessions with one system prompt are all kept where they fit within nine tenths together, though not if each
-    counted the system prompt."""
+    """Sessions with one system prompt are all kept if together they fit in nine tenths of the device. The sessions
+    would not fit if each of them counted the system prompt."""
     system = prompt(0, 60)
     sessions = [np.concatenate([system, prompt(seed, 9)]) for seed in range(1, 7)]
     with build_engine(config(device_tokens=128, host_bytes=0), GEOMETRY) as engine:
@@ -141,7 +142,7 @@ def test_a_beginning_that_prompts_share_counts_once() -> None:
 
 def test_the_cost_of_a_hint_does_not_grow_with_other_hints() -> None:
     """A hint and a snapshot of the metrics execute about the same number of lines for 50 kept prompts as for 4. Prompts
-    that both tiers have evicted are in no account."""
+    that both tiers have evicted are not counted."""
     with build_engine(
         config(device_tokens=1024, host_bytes=64 * PAGE_BYTES, write_policy="exclusive"), GEOMETRY
     ) as engine:
@@ -162,8 +163,8 @@ def test_the_cost_of_a_hint_does_not_grow_with_other_hints() -> None:
 
 
 def test_a_hint_of_pages_that_the_host_lacks_ends_no_other_one_there() -> None:
-    """The host keeps a prompt that it has, for which another one leaves, after a hint of a prompt that the device alone
-    has and that would take the rest of its nine tenths."""
+    """The host keeps a prompt with a hint. A later hint for a long prompt that only the device has would use the rest
+    of the host's nine tenths, but does not end the first hint."""
     settings = config(device_tokens=512, host_bytes=21 * PAGE_BYTES, write_policy="exclusive")
     with build_engine(settings, GEOMETRY) as engine:
         kept, index = prompt(1, 49), engine.inspect.context.full.pages

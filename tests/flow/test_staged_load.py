@@ -1,4 +1,4 @@
-"""Device and host under the write policy exclusive: they hold different pages, and exchange them in steps."""
+"""Device and host under the write policy "exclusive": they hold different pages and exchange them in steps."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def built(model: ModelGeometry) -> CacheEngine:
 
 @pytest.fixture
 def transfers(built: CacheEngine) -> SteppedTransfers:
-    """Copies of the engine, which run when a test steps them or waits for them."""
+    """The copies of the engine. A copy runs when a test steps it or waits for it."""
     return SteppedTransfers(built)
 
 
 @pytest.fixture
 def engine(built: CacheEngine, transfers: SteppedTransfers) -> Iterator[CacheEngine]:
-    """A started engine, whose accounts hold at the end."""
+    """A started engine. At the end of the test all accounts of the engine must hold."""
     with built as engine:
         yield engine
         settled(engine)
 
 
 def test_two_tiers_have_the_hits_of_one_as_large_as_both(engine: CacheEngine, model: ModelGeometry) -> None:
-    """Two prompts of 15 pages take turns: each comes from the host whole while the other goes there, in steps of one
-    page, and nothing is lost. All that goes down again is counted."""
+    """Two prompts of 15 pages take turns. All pages of the one are loaded from the host while the pages of the other
+    are copied to the host, in steps of one page, and no page is lost. All pages that return to the host are counted."""
     prompts = [prompt(n, 121) for n in range(2)]
     for n, tokens in enumerate(prompts):
         serve(engine, f"first{n}", tokens, model, 8)
@@ -72,7 +72,8 @@ def test_two_tiers_have_the_hits_of_one_as_large_as_both(engine: CacheEngine, mo
 
 @pytest.mark.parametrize("write_policy", ["exclusive", "write_back"])
 def test_a_flush_stores_pages_of_the_device_alone(write_policy: str) -> None:
-    """In steps of a page, so that two tiers go on to hold what they held but for that; a second one copies nothing."""
+    """A flush copies pages that only the device has in steps of a page, so that both tiers keep their other pages. A
+    second flush copies nothing."""
     store, prompts = MemoryPageStore(1 << 20), [prompt(n, 121) for n in range(2)]
     with build_engine(config(**SIZES | {"write_policy": write_policy}), FULL, store=store) as engine:
         for n, tokens in enumerate(prompts):
@@ -93,7 +94,8 @@ def test_a_flush_stores_pages_of_the_device_alone(write_policy: str) -> None:
 
 @pytest.mark.parametrize("write_policy", ["exclusive", "write_back"])
 def test_a_flush_raises_for_pages_of_the_device_alone(write_policy: str) -> None:
-    """As long as the store refuses it. Nothing leaves the device meanwhile, and a flush after that stores all of it."""
+    """A flush raises as long as the store refuses pages that only the device has. Meanwhile the device evicts no page
+    that only it has, and a later flush stores all these pages."""
     store = TroubledStore(MemoryPageStore(1 << 20))
     store.trouble = failing(OSError("a bad sector"), "put")
     advanced = AdvancedConfig(disk_reopen_backoff_s=1e-3, disk_max_reopen_backoff_s=1e-3)
@@ -113,7 +115,8 @@ def test_a_flush_raises_for_pages_of_the_device_alone(write_policy: str) -> None
 
 
 def test_pages_computed_although_on_the_host_are_duplicates(engine: CacheEngine, model: ModelGeometry) -> None:
-    """It was not worth a load. It leaves the host before pages that the host alone has."""
+    """A request computes pages although the host has them, because a load would not pay. The host evicts these
+    duplicates before pages that only the host has."""
     first, second = prompt(0, 121), prompt(1, 57)
     serve(engine, "first", first, model, 8)
     serve(engine, "second", second, model, 8)
@@ -131,7 +134,8 @@ def test_pages_computed_although_on_the_host_are_duplicates(engine: CacheEngine,
 def test_a_failed_staged_load_keeps_its_completed_steps(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
-    """Its later pages are on the host still, and the next request has them."""
+    """The steps that were completed stay on the device. The later pages are still on the host, and the next request
+    loads them."""
     prompts = [prompt(n, 121) for n in range(2)]
     for n, tokens in enumerate(prompts):
         serve(engine, f"first{n}", tokens, model, 8)
@@ -156,7 +160,8 @@ def test_a_failed_staged_load_keeps_its_completed_steps(
 def test_a_request_that_could_be_admitted_keeps_nothing_of_a_load_that_fails(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
-    """Its prefix was still being loaded for another when there was room for it: it is told, and all slots are free."""
+    """A request could be admitted while its prefix is still being loaded for another request, and this load fails. The
+    request gets TransferBusy, and all slots are free."""
     first, _ = serve_two_prompts(engine, model)
     engine.acquire(CacheRequest("other", first[:33], reserve_tokens=0))
     require_pending(engine, 1, first[:41])
@@ -166,7 +171,7 @@ def test_a_request_that_could_be_admitted_keeps_nothing_of_a_load_that_fails(
     transfers.up[0].fails = ConnectionError("the link is down")
     engine.cancel("other")
     settle([engine.inspect.copies], BOUND_S)
-    engine.check()  # the exchange still reads what has failed
+    engine.check()  # the exchange still reads from the failed load
     engine.flush()
     engine.check()
     with pytest.raises(TransferBusy):
@@ -186,7 +191,7 @@ def request_that_does_not_wait(number: int, tokens: np.ndarray) -> CacheRequest:
 
 
 def require_pending(engine: CacheEngine, number: int, tokens: np.ndarray) -> None:
-    """A request that does not wait is refused, and its staged load begins."""
+    """Check that a request that does not wait is refused, and that its staged load begins."""
     with pytest.raises(ExchangePending):
         engine.acquire(request_that_does_not_wait(number, tokens))
 
@@ -194,7 +199,8 @@ def require_pending(engine: CacheEngine, number: int, tokens: np.ndarray) -> Non
 def admit(
     engine: CacheEngine, transfers: SteppedTransfers, number: int, tokens: np.ndarray, *, max_polls: int
 ) -> Lease | None:
-    """The lease of a request after as few polls as possible. All copies end before each poll."""
+    """Admit a request after as few polls as possible. All copies end before each poll. Returns the lease of the
+    request."""
     require_pending(engine, number, tokens)
     for _ in range(max_polls):
         transfers.finish()
@@ -206,7 +212,8 @@ def admit(
 
 
 def serve_two_prompts(engine: CacheEngine, model: ModelGeometry, first_len: int = 121) -> list[np.ndarray]:
-    """Two prompts: the host holds the first in one run, the device holds the second, of 15 pages."""
+    """Serve two prompts. Then the host holds the first one contiguously, and the device holds the second, of 15
+    pages."""
     prompts = [prompt(0, first_len), prompt(1, 121)]
     for n, tokens in enumerate(prompts):
         serve(engine, f"first{n}", tokens, model)
@@ -216,7 +223,8 @@ def serve_two_prompts(engine: CacheEngine, model: ModelGeometry, first_len: int 
 def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_there(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
-    """Each poll makes a step; admission waits for no copy. It hits as one that waits, and nothing is lost."""
+    """Each poll makes one step, and admission waits for no copy. The request has the same hit as one that waits, and no
+    page is lost."""
     prompts = serve_two_prompts(engine, model)
     first = copies_and_waits(engine)
     for number in range(4):
@@ -230,11 +238,12 @@ def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_
         engine.flush()
     stats, (num_copies, num_waits) = engine.stats(), copies_and_waits(engine)
     assert stats["evict.host_lost_tokens"] == stats["evict.device_lost_tokens"] == 0
-    assert num_copies >= first[0] + 4 * 14 and num_waits <= first[1] + 4  # for the token behind each prompt
+    assert num_copies >= first[0] + 4 * 14 and num_waits <= first[1] + 4  # for the token after each prompt
 
 
 def test_shared_pages_are_loaded_in_steps(engine: CacheEngine, model: ModelGeometry) -> None:
-    """They stay on the host meanwhile; the last step has locked its own."""
+    """Pages that another user has locked stay on the host while they are loaded in steps. The last step has locked its
+    own pages."""
     first, _ = serve_two_prompts(engine, model)
     pages = engine.inspect.context.full.pages
     rows = pages.held(page_keys(engine, first[:120]))
@@ -249,8 +258,8 @@ def test_shared_pages_are_loaded_in_steps(engine: CacheEngine, model: ModelGeome
 def test_capacity_ready_for_one_request_serves_another_one(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
-    """The first is not asked for any more, and its room is most of the device: the other one is admitted all the same,
-    though it fits only without that room."""
+    """The engine has freed most of the device for a first request, which does not return. Another request, which only
+    fits in that capacity, is admitted."""
     first, _ = serve_two_prompts(engine, model)
     require_pending(engine, 0, first)
     while engine.poll():
@@ -264,19 +273,20 @@ def test_capacity_ready_for_one_request_serves_another_one(
 def test_an_exchange_may_end_at_every_moment(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers, end: str, num_polls: int
 ) -> None:
-    """Its request goes, another one comes, a copy fails either way or takes its time: all is accounted for, and both
-    prompts are on the one or the other tier, unless what failed on its way down is a gap in one. Of windows the host
-    keeps what the device has too, so those of one of two prompts may find no place when they fail to come up."""
+    """During an exchange the request is cancelled, another request arrives, or a copy in one direction fails or is
+    late. All accounts hold, and both prompts are on one of the tiers, except for pages whose copy to the host failed.
+    The host also keeps windows that the device has. So windows of one prompt may find no host page when their load
+    fails."""
     first, second = serve_two_prompts(engine, model)
     lease = admit(engine, transfers, 0, first, max_polls=num_polls)
     up, down = transfers.up[0], transfers.down[0]
     if end == "cancelled":
         engine.cancel("r0")
-    elif end == "for another" and lease is None:  # it waits for copies in flight
+    elif end == "for another" and lease is None:  # the exchange waits for copies in flight
         with pytest.raises((ExchangePending, OutOfSlots)):
             engine.acquire(request_that_does_not_wait(1, second))
         engine.cancel("r0")
-        engine.flush()  # its last load locks what it continues
+        engine.flush()  # the last load of the exchange locks the pages before it
         with engine.acquire(CacheRequest("r1", second, reserve_tokens=0)) as taken:
             assert taken.hit.tokens >= 104
     elif end in ("failed up", "failed down"):
@@ -284,7 +294,7 @@ def test_an_exchange_may_end_at_every_moment(
         link.fails = ConnectionError("the link is down")
         transfers.finish()
         link.fails = None
-    elif end == "stalled":  # no step before the last one is there, though there be room
+    elif end == "stalled":  # no step begins before the previous one has ended, even if slots are free
         for _ in range(5):
             down.run_all()
             engine.poll()
@@ -313,7 +323,8 @@ def test_an_engine_closes_while_pages_are_exchanged() -> None:
 def test_another_request_may_compute_pages_of_a_staged_load(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
-    """The other pages are loaded when the first request tries again."""
+    """Another request computes pages of a staged load. When the first request tries again, the other pages are
+    loaded."""
     first, _ = serve_two_prompts(engine, model, 81)
     with engine.acquire(CacheRequest("own", first[:33], max_cached_tokens=0)) as own:
         assert admit(engine, transfers, 0, first, max_polls=2) is None
@@ -329,7 +340,7 @@ def test_another_request_may_compute_pages_of_a_staged_load(
 def test_a_request_waits_for_pages_in_flight_to_the_host(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
-    """A request for pages that have left the device and are not on the host yet computes none of them."""
+    """A request whose pages have left the device and are still being copied to the host computes none of them."""
     first, second = serve_two_prompts(engine, model)
     require_pending(engine, 0, first)
     assert len(transfers.down[0])
@@ -342,8 +353,8 @@ def test_a_request_waits_for_pages_in_flight_to_the_host(
 def test_pages_are_evicted_before_their_slots_are_needed(
     engine: CacheEngine, model: ModelGeometry, transfers: SteppedTransfers
 ) -> None:
-    """Pages for the next chunk of a prompt are backed up while a chunk is computed, and the prompt waits for no
-    copy."""
+    """Pages are backed up while a chunk is computed, so that their slots are free for the next chunk. The prompt waits
+    for no copy."""
     serve(engine, "first", prompt(0, 121), model, 8)
     tokens = prompt(1, 121)
     with engine.acquire(CacheRequest("second", tokens, reserve_tokens=8, may_wait=True)) as lease:
@@ -361,7 +372,8 @@ def test_pages_are_evicted_before_their_slots_are_needed(
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
 def test_no_call_waits_where_windows_or_states_alone_have_to_leave(model: ModelGeometry) -> None:
-    """Their requests are admitted when these are on the host, and all full pages stay on the device."""
+    """If only windows or states must be evicted, a request is admitted when they are on the host. All full pages stay
+    on the device."""
     sizes = {"device_tokens": 1024, "window_tokens": 88, "mamba_size": 16}
     engine, num_pending = build_engine(config(**SIZES | sizes | {"host_bytes": 60 * 8 * 256}), model), 0
     transfers = SteppedTransfers(engine)
@@ -397,7 +409,8 @@ def test_no_call_waits_where_windows_or_states_alone_have_to_leave(model: ModelG
 
 
 def test_the_engine_and_the_replay_choose_the_policy_that_is_not_set() -> None:
-    """Different pages on device and host, unless others have to find them in a store."""
+    """Without a configured policy, device and host hold different pages, unless other engines must find the pages in a
+    store."""
     sizes = {"device_tokens": 128, "host_bytes": 17 * 8 * 256}
     for model, store, expected in (
         (FULL, None, "exclusive"),

@@ -1,4 +1,5 @@
-"""Counts of uses: only a use of a prompt counts, and counts move with the pages from tier to tier."""
+"""Counts of uses: only a request that uses a prompt counts, and pages keep their counts when they move from tier to
+tier."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def compute(engine: CacheEngine, name: str, tokens: np.ndarray, **hints: object)
 
 
 def empty_device(engine: CacheEngine) -> None:
-    """Evict all pages of the device by two prompts that fill it and are not computed."""
+    """Evict all pages of the device by two other prompts, which fill it and are not computed."""
     engine.flush()
     with engine.acquire(CacheRequest("a", prompt(98, 256))), engine.acquire(CacheRequest("b", prompt(99, 256))):
         engine.flush()
@@ -32,8 +33,8 @@ def empty_device(engine: CacheEngine) -> None:
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])
 def test_the_page_used_last_is_evicted_last(policy: str) -> None:
-    """One prompt was used before another: whatever is evicted and copied meanwhile, the first goes whole before any of
-    the second."""
+    """One prompt was used before another. All its pages are evicted before any page of the second prompt, also after
+    other evictions and copies."""
     cold, hot = (np.random.default_rng(n).integers(0, 50, 49) for n in (1, 2))
     with build_engine(config(device_tokens=112, write_policy=policy), GEOMETRY) as engine:
         compute(engine, "cold", cold)
@@ -47,30 +48,29 @@ def test_the_page_used_last_is_evicted_last(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["lfu", "slru"])
 def test_uses_are_copied_to_the_host_with_evicted_pages(policy: str) -> None:
-    """A prompt that was used often, and then leaves the device, stays on the host longer than one that came after
-    it."""
+    """A prompt that was often used on the device stays on the host longer than a prompt that was evicted later."""
     sizes = {"host_bytes": 15 * PAGE_BYTES, "eviction_policy": policy, "write_policy": "write_back"}
     with build_engine(config(**sizes), GEOMETRY) as engine:
         often, once = prompt(1, 57), prompt(2, 57)
         for n in range(20):
             compute(engine, f"often{n}", often)
         compute(engine, "once", once)
-        compute(engine, "x", prompt(3, 121))  # both leave the device for the host, which is full now
-        compute(engine, "y", prompt(4, 53))  # seven pages of x follow them
+        compute(engine, "x", prompt(3, 121))  # the device evicts both to the host, which is now full
+        compute(engine, "y", prompt(4, 53))  # the device evicts seven pages of x to the host
         assert (engine.lookup(often).host, engine.lookup(once).host) == (56, 8)
         settled(engine)
 
 
 @pytest.mark.parametrize("way", ["landed", "in flight", "divided in flight", "used before", "evicted later"])
 def test_announced_uses_take_effect_on_the_host(way: str) -> None:
-    """The host keeps a prompt with expected uses and evicts one whose session has ended. Their pages are on the host,
-    in flight, or on the device alone when the caller gives the hint."""
+    """The host keeps a prompt with expected uses and evicts one whose session has ended. When the caller gives the
+    hint, their pages are on the host, in flight, or only on the device."""
     policy = "write_back" if way == "evicted later" else "write_through"
     sizes = {"device_tokens": 512, "host_bytes": 31 * PAGE_BYTES, "eviction_policy": "auto", "write_policy": policy}
     engine = build_engine(config(**sizes), GEOMETRY)
     SteppedTransfers(engine)
     with engine:
-        again, ended = prompt(1, 81), prompt(2, 81)  # ten pages each, of thirty
+        again, ended = prompt(1, 81), prompt(2, 81)  # ten of thirty host pages each
         for name, tokens, hint in (("again", again, {"expected_uses": 5}), ("ended", ended, {"session_end": True})):
             if way == "used before":
                 compute(engine, f"{name} before", tokens[:41])

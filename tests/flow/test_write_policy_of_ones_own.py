@@ -1,4 +1,4 @@
-"""A write policy of one's own: a class in one file, an entry in the table of policies, and its name in the setting."""
+"""A custom write policy: a class in one file, an entry in the table of policies, and its name in the setting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def use(engine: CacheEngine, name: str, tokens: np.ndarray, priority: int) -> No
 
 
 def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
-    """The prefixes whose last page the host holds. The bytes of that page are compared with the computed ones."""
+    """The prefixes whose last page the host holds. Compares the bytes of these pages with the computed ones."""
     context, found = engine.inspect.context, set[tuple[int, ...]]()
     for node in context.tree.nodes():
         tokens = np.concatenate([at.run.tokens for at in node.path()[::-1] if at.run is not None])
@@ -46,12 +46,12 @@ def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
 
 
 def prefixes(tokens: np.ndarray) -> set[tuple[int, ...]]:
-    """Every prefix of whole pages."""
+    """Every prefix of complete pages."""
     return {tuple(tokens[:end].tolist()) for end in range(PAGE, len(tokens) + 1, PAGE)}
 
 
 def test_a_write_policy_of_ones_own_is_one_file() -> None:
-    """Its file imports only the types of rows and the enum of evictions."""
+    """The file of a custom write policy imports only the types of rows and the enum of evictions."""
     names = {getattr(value, "__module__", None) for value in vars(priority_write).values()}
     assert {name for name in names if name is not None and name.startswith("hicache")} <= {
         "hicache.pages.table",
@@ -60,8 +60,8 @@ def test_a_write_policy_of_ones_own_is_one_file() -> None:
 
 
 def test_it_decides_which_pages_reach_the_host(device: str) -> None:
-    """The pages of a request of high priority are on the host when it ends, and no page of another; those of a prompt
-    that continues it are copied when a request of high priority uses them."""
+    """When a request of high priority ends, its pages are on the host, and no page of another request is. Pages of a
+    longer prompt are copied when a request of high priority uses them."""
     with build_engine(config(device=device, write_policy=NAME), GEOMETRY) as engine:
         high, low = prompt(1), prompt(2)
         longer = np.concatenate([high[:40], prompt(3, 21)])

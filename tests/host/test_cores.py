@@ -26,7 +26,7 @@ LIMITS = {
 def test_the_tightest_limit_counts(
     tmp_path: Path, membership: str, files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounded up to complete cores, in both versions of control groups."""
+    """The limit is rounded up to complete cores, in both versions of control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: MINE)
     tree = {"proc/self/cgroup": membership, **{f"cgroup/{name}": text for name, text in files.items()}}
     for name, text in tree.items():

@@ -1,4 +1,4 @@
-"""The host page pool: conservation, contiguity under churn, and pages that are being read."""
+"""The host page pool: conservation of pages, contiguity after many frees, and pages that are being read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def make_pool(num_pages: int) -> HostPagePool:
 
 
 class PoolAgainstSet(RuleBasedStateMachine):
-    """Pages are handed out whole or not at all, never twice, never the sink, in the fewest runs there are, and out of
-    the smallest run that holds them; they come back in any order and in any parts."""
+    """The pool compared with a set of pages. An allocation gets all its pages or none, no page twice and never the
+    sink, in the fewest possible runs. A run is cut from the smallest run that holds it. Pages are freed in any order
+    and in any parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class PoolAgainstSet(RuleBasedStateMachine):
         assert len(lengths_of(set(pages))) == fewest(lengths, n)
         self.free -= set(pages)
         self.held |= set(pages)
-        if n and n <= max(lengths):  # what is left of the run that was cut is all that changed
+        if n and n <= max(lengths):  # only the run that was cut has changed
             after = lengths_of(self.free)
             best = min(length for length in lengths if length >= n)
             lengths.remove(best)
@@ -88,7 +89,7 @@ def lengths_of(pages: set[int]) -> list[int]:
 
 
 def fewest(lengths: list[int], n: int) -> int:
-    """How many of the runs it takes to hold `n` pages."""
+    """The smallest number of runs that hold `n` pages."""
     num_runs = 0
     for length in sorted(lengths, reverse=True):
         if n <= 0:
@@ -98,8 +99,8 @@ def fewest(lengths: list[int], n: int) -> int:
 
 
 def test_work_does_not_grow_with_the_pool() -> None:
-    """Allocations and frees run the same number of lines and allocate the same memory in pools of 1000 and 100 000
-    pages, even if no two free pages are adjacent."""
+    """Allocations and frees execute the same number of lines and allocate the same memory in pools of 1000 and of 100
+    000 pages, even if no two free pages are adjacent."""
 
     def work(pool: HostPagePool) -> None:
         for _ in range(20):
@@ -137,8 +138,8 @@ def test_wrong_calls_raise_and_change_nothing() -> None:
 
 
 def test_check_finds_planted_faults() -> None:
-    """Pages and runs that disagree, a run that does not hold its length at both ends, a free sink and a wrong count are
-    each found."""
+    """`check` finds pages and runs that disagree, a run whose length is not at both ends, a free sink, and a wrong
+    count."""
     for page, value, found in (
         (3, 2, ["by length", "count"]),  # allocated, and in a run
         (8, -1, ["by length", "count"]),  # free, and in no run
@@ -158,7 +159,7 @@ def test_check_finds_planted_faults() -> None:
 
 @pytest.mark.parametrize("setting", ["host_bytes", "l2_bytes"])
 def test_sizes_that_do_not_fit(setting: str) -> None:
-    """Sizes below one page and above the machine's memory raise with the setting and a value that would do."""
+    """Sizes below one page and above the machine's memory raise an error with the setting and a value that works."""
     with pytest.raises(ConfigError, match=f"{setting} to at least {2 * PAGE_BYTES}"):
         HostPagePool(LAYOUT, 8, PAGE_BYTES, pin=False, setting=setting)
     with pytest.raises(OutOfMemory, match=f"{setting} to at most"):
@@ -166,7 +167,7 @@ def test_sizes_that_do_not_fit(setting: str) -> None:
 
 
 def test_layout_is_one_block_a_page() -> None:
-    """Layers and buffers of different rows tile the page without gap or overlap."""
+    """Layers and buffers with different rows fill the page without gap or overlap."""
     layout = PoolLayout(
         (
             BufferSpec("k", torch.bfloat16, (2, 8), "token", (3, 4, 7)),

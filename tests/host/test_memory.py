@@ -1,4 +1,4 @@
-"""The memory of the host tier: how much may be taken, its NUMA node, and that it is resident and pinned."""
+"""The memory of the host tier: how much it may take, its NUMA node, and that it is resident and pinned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNLIMITED_V1 = "9223372036854771712"
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """A tree of files that stands for a part of a machine."""
+    """Write a tree of files that stands for a part of a machine."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def machine(root: Path, membership: str, groups: dict[str, str]) -> int:
-    """`available_bytes` on a machine with 64 GiB of free memory and these control groups."""
+    """The `available_bytes` of a machine with 64 GiB of free memory and these control groups."""
     meminfo = f"MemTotal:       131072000 kB\nMemFree:         1000 kB\nMemAvailable:   {64 << 20} kB"
     proc = write(root / "proc", {"meminfo": meminfo, "self/cgroup": membership})
     return available_bytes(proc, write(root / "cgroup", groups))
@@ -78,14 +78,14 @@ GROUPS = {
 
 @pytest.mark.parametrize(("membership", "groups", "expected"), GROUPS.values(), ids=GROUPS)
 def test_the_tightest_group_counts(tmp_path: Path, membership: str, groups: dict[str, str], expected: int) -> None:
-    """From our group up to the mount point, the limit with the least memory left counts, under the file names of either
-    version; groups of other controllers do not."""
+    """Of our group and all groups above it, up to the mount point, the one with the least free memory counts. The file
+    names are those of either version. Groups of other controllers do not count."""
     assert machine(tmp_path, membership, groups) == expected
 
 
 def test_a_tier_of_what_is_free_leaves_an_eighth(tmp_path: Path) -> None:
-    """The size is the memory left by the machine or a control group, without an eighth or the reserve. If none is left,
-    an error names the setting."""
+    """The size is the memory that the machine or a control group has free, without an eighth of it or the reserve. If
+    none is free, an error names the setting."""
     for name, expected in (("sibling", 56 * GIB), ("version 1, own group", 3 * GIB), ("own group", 6 * GIB)):
         membership, groups, _ = GROUPS[name]
         assert free_bytes("host_bytes", machine(tmp_path / name, membership, groups)) == expected
@@ -95,18 +95,18 @@ def test_a_tier_of_what_is_free_leaves_an_eighth(tmp_path: Path) -> None:
 
 
 def test_cached_files_count_as_free(tmp_path: Path) -> None:
-    """In both versions, cached file pages of a group count as free, and its other usage does not."""
+    """In both versions, file pages in the cache of a group count as free, and its other usage does not."""
     stat = f"anon {5 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\nfile_mapped {GIB}\nodd line here"
     assert machine(tmp_path / "2", "0::/a", group_v2("a", 8 * GIB, 8 * GIB) | {"a/memory.stat": stat}) == 3 * GIB
-    # The plain fields of version 1 leave child groups out.
+    # In version 1 the fields without "total_" do not include child groups.
     stat = f"inactive_file {7 * GIB}\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}"
     groups = group_v1("memory/a", 8 * GIB, 7 * GIB) | {"memory/a/memory.stat": stat}
     assert machine(tmp_path / "1", "4:memory:/a", groups) == 3 * GIB
 
 
 def test_sizes_fit_up_to_the_last_byte() -> None:
-    """Requested bytes are accepted up to the last that fits. An error names the setting and the largest value that
-    would fit."""
+    """Requested bytes are accepted up to the last byte that fits. Beyond that an error names the setting and the
+    largest value that fits."""
     require(5 * GIB, "l2_bytes", 5 * GIB + RESERVE_BYTES)
     with pytest.raises(OutOfMemory, match=f"host_bytes to at most {5 * GIB - 1}$"):
         require(5 * GIB, "host_bytes", 5 * GIB + RESERVE_BYTES - 1)
@@ -125,7 +125,8 @@ TWO_NODES = {
 
 
 def test_the_cpus_of_a_gpu_are_those_of_its_node(tmp_path: Path) -> None:
-    """The allowed CPUs on the GPU's node are near; when its node is unknown, or the only one, no CPU is preferred."""
+    """The allowed CPUs on the GPU's node count as near. If the node of the GPU is unknown, or is the only one, no CPU
+    is preferred."""
     sys, all_cpus = write(tmp_path, TWO_NODES), range(16)
     assert cpus_near("0000:17:00.0", all_cpus, sys) == {0, 1, 2, 3, 8, 9, 10, 11}
     assert cpus_near("0000:dc:00.0", all_cpus, sys) == {4, 5, 6, 7, 12, 13, 14, 15}
@@ -141,8 +142,8 @@ def test_the_cpus_of_a_gpu_are_those_of_its_node(tmp_path: Path) -> None:
 
 
 def test_work_runs_on_the_cpus_given_and_leaves_ours() -> None:
-    """Every item is worked on once, by bound threads other than the caller, whose affinity does not change; CPUs that
-    do not exist are no reason to leave it undone."""
+    """Every item is processed once, by bound threads other than the caller, whose affinity does not change. If given
+    CPUs do not exist, the work is still done."""
     before = os.sched_getaffinity(0)
     for cpus in (frozenset({min(before)}), frozenset[int](), frozenset({1 << 14})):
         seen: list[tuple[int, set[int], bool]] = []
@@ -160,14 +161,14 @@ def test_work_runs_on_the_cpus_given_and_leaves_ours() -> None:
 
 
 def resident_pages(address: int, num_bytes: int) -> int:
-    """How many of the system's pages in a range of whole pages are in memory."""
+    """The number of memory pages of an aligned range that are resident."""
     with Path("/proc/self/pagemap").open("rb", buffering=0) as entries:
         entries.seek(address // mmap.PAGESIZE * 8)
         return int((np.frombuffer(entries.read(num_bytes // mmap.PAGESIZE * 8), np.uint64) >> 63).sum())
 
 
 class Pins:
-    """Stands for CUDA: keeps what is registered as it would, and fails at the call that it is told to."""
+    """A stand-in for CUDA. The stand-in keeps registered ranges as CUDA does, and fails at a given call."""
 
     def __init__(self, fail_at: int | None = None, error: Exception | None = None) -> None:
         self.fail_at, self.error = fail_at, error
@@ -200,7 +201,7 @@ class Pins:
     [(64, 1 << 16, 1 << 20), (65, 1 << 16, 1 << 20), (3000, 24, 1), (100, 3 * 4096 + 512, 100_000), (1, 7, 1 << 20)],
 )
 def test_chunks_cover_the_arena_once(rows: int, row_bytes: int, chunk_bytes: int) -> None:
-    """Registered chunks cover the arena once, end between rows, and no two share a page of the system."""
+    """The registered chunks cover the arena once and end between rows. No two chunks share a page of memory."""
     pins = Pins()
     arena = PinnedArena(rows, row_bytes, pin=True, registry=pins, chunk_bytes=chunk_bytes)
     start, step = arena.data.data_ptr(), arena.rows_per_chunk * row_bytes
@@ -214,7 +215,7 @@ def test_chunks_cover_the_arena_once(rows: int, row_bytes: int, chunk_bytes: int
 
 def test_memory_is_resident_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the first chunk is registered, every page is resident, huge pages were requested, and a child process will
-    not see them; without pinning, memory is taken when it is written."""
+    not see them. Without pinning, memory is allocated when it is written."""
     monkeypatch.setattr(arena, "TOUCH_BYTES", 3 << 20)
     rows, row_bytes = 16, 1 << 20
     seen: list[tuple[int, set[str]]] = []
@@ -240,8 +241,8 @@ def test_memory_is_resident_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("row_bytes", [1 << 20, 5 << 20, 3000])
 def test_only_the_touched_part_of_rows_becomes_resident(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All memory pages of the second part of each row of shared memory are allocated, and their bytes stay. An error of
-    the system is an OutOfMemory."""
+    """The memory pages of the second part of each row of shared memory become resident, and their bytes do not change.
+    An error of the system is an OutOfMemory."""
     monkeypatch.setattr(arena, "TOUCH_BYTES", 2 << 20)
     stride = 2 * -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     rows = np.frombuffer(mmap.mmap(-1, 4 * stride), np.uint8).reshape(4, stride)
@@ -254,14 +255,14 @@ def test_only_the_touched_part_of_rows_becomes_resident(row_bytes: int, monkeypa
         pages
     ] * 4
     assert rows.sum() == 28 and (rows[:, stride // 2 + row_bytes - 1] == 7).all()
-    beyond = np.ctypeslib.as_array((ctypes.c_uint8 * mmap.PAGESIZE).from_address(1 << 20))[None]  # nothing is mapped
+    beyond = np.ctypeslib.as_array((ctypes.c_uint8 * mmap.PAGESIZE).from_address(1 << 20))[None]  # not mapped
     with pytest.raises(OutOfMemory, match=r"cannot allocate 4096 bytes of CPU memory .*; lower l2_bytes"):
         arena.touch(beyond, frozenset(), "l2_bytes")
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 def test_a_failure_halfway_unpins_what_was_pinned(fail_at: int) -> None:
-    """Whether CUDA refuses a chunk or raises, no chunk stays registered, and a refusal names the setting."""
+    """If CUDA refuses a chunk or raises, no chunk stays registered. A refusal names the setting."""
     for error, raised, setting in ((None, OutOfMemory, "l2_bytes"), (RuntimeError("no driver"), RuntimeError, "no dr")):
         pins = Pins(fail_at, error)
         with pytest.raises(raised, match=setting):
@@ -270,8 +271,8 @@ def test_a_failure_halfway_unpins_what_was_pinned(fail_at: int) -> None:
 
 
 def test_an_arena_that_is_dropped_is_unpinned(caplog: pytest.LogCaptureFixture) -> None:
-    """A dropped arena unregisters its chunks without a close, because its addresses will be used again; a chunk that
-    cannot be is logged, and the others are."""
+    """A dropped arena unregisters its chunks without a close, because its addresses will be used again. If a chunk
+    cannot be unregistered, the failure is logged, and the other chunks are unregistered."""
     pins = Pins()
     arena = PinnedArena(64, 1 << 16, pin=True, registry=pins, chunk_bytes=1 << 20)
     del pins.held[arena.data.data_ptr() + (2 << 20)]
@@ -295,7 +296,8 @@ def test_memory_that_cannot_be_mapped_names_the_setting() -> None:
 
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned() -> None:
-    """CUDA sees every row of every chunk as page-locked and copies it whole; after close, no row is page-locked."""
+    """CUDA sees every row of every chunk as page-locked, and copies it completely. After close, no row is
+    page-locked."""
     arena = PinnedArena(64, 1 << 20, pin=True, chunk_bytes=24 << 20)
     assert arena.rows_per_chunk == 24
     assert all(row.is_pinned() for row in arena.data)
@@ -309,7 +311,8 @@ def test_pinned_memory_is_pinned() -> None:
 
 @pytest.mark.gpu
 def test_memory_that_cuda_allocates_is_pinned_and_freed_with_its_last_tensor() -> None:
-    """Rows go to the device and back whole. More than CUDA can allocate is refused, which harms no kernel."""
+    """Rows are copied to the device and back completely. A size that CUDA cannot allocate is refused, and later kernels
+    still run."""
     freed: list[int] = []
 
     class Counting(CudaRegistry):
@@ -345,7 +348,7 @@ def test_a_refused_registration_harms_no_kernel() -> None:
 
 @pytest.mark.gpu
 def test_the_cpus_near_this_gpu_are_ours() -> None:
-    """sysfs knows the GPU's address, and the CPUs near it are allowed to this process."""
+    """sysfs knows the GPU's address, and this process may use the CPUs near the GPU."""
     address, known = pci_address(torch.device("cuda", 0)), Path("/sys/bus/pci/devices")
     assert address is None or not known.exists() or (known / address).exists()
     assert CudaRegistry().near() <= os.sched_getaffinity(0)

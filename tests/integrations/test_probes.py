@@ -1,4 +1,4 @@
-"""Probes of a server's interface, with a server of a few lines whose releases differ in one place each."""
+"""Probes of a server's interface. The server has a few lines, and each of its releases differs in one place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NAMES = Features(
 
 @pytest.fixture
 def missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[str]]]:
-    """Writes a server and its plug-in; returns what the server lacks."""
+    """Write a server and its plug-in; returns the features that the server lacks."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "small_plug_in.py").write_text(PLUG_IN)
 
@@ -105,7 +105,7 @@ def test_a_changed_interface_is_named(missing: Callable[[str], list[str]], now: 
 
 
 def test_a_release_that_lacks_a_feature_is_refused() -> None:
-    """The error names the feature and the releases to install."""
+    """A release that lacks a feature is refused. The error names the feature and the releases to install."""
     with pytest.raises(ConfigError, match=r"Server 9\.9 .*json has no loadz.* Install Server 9\.8 or 9\.7"):
         require_features("Server", "9.9", ["9.8", "9.7"], [Features(names={"json": ("loadz",)})])
     require_features("Server", "9.9", ["9.8"], [Features(names={"json": ("loads",)})])
@@ -117,7 +117,8 @@ def test_without_the_server_each_feature_is_missing() -> None:
 
 
 def test_a_tested_release_counts_with_its_patches() -> None:
-    """A release of three numbers stands for itself, before and after it came."""
+    """A tested release includes its patch releases. A tested release of three numbers includes pre-releases and
+    post-releases of the same numbers."""
     assert released("0.32.1+cpu", ["0.32", "0.33"]) == "0.32"
     for patch in ("0.5.23", "0.5.23.post1", "0.5.23rc2"):
         assert released(patch, ["0.5.23"]) == "0.5.23"
@@ -125,7 +126,8 @@ def test_a_tested_release_counts_with_its_patches() -> None:
 
 
 def test_untested_releases_have_stores_of_their_own(tmp_path: Path) -> None:
-    """Also two builds of one release, and the same release once it is tested. Tested releases share a store."""
+    """Each untested release has its own store; so do two builds of one release, and the same release after it was
+    tested. Tested releases share a store."""
     names = [release_name(version, ["0.32"]) for version in ("0.32.0", "0.31.0", "0.34.0", "0.34.0.dev3+g1a")]
     assert names[0] == "0.32"
     paths = set()

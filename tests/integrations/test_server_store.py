@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 
 import hicache.integrations.server_store
+from hicache.config.stores import SharedStoreConfig
 from hicache.errors import ConfigError
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig, server_store_config
 from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageBuffer, PageFormat, StoreError, describe
 from hicache.storage.process.health import Limits
-from hicache.storage.process.settings import ServiceSettings
+from hicache.storage.process.settings import RemoteSettings, ServiceSettings
+from hicache.storage.process.stores import OpenStores, StoreRequest
 from store_server import served
 from waiting import eventually
 
@@ -32,12 +35,12 @@ IDENTITY = {
 
 
 class Server:
-    """A store as a server uses it: pages of bytes that follow from their names."""
+    """A store as a server uses it. The bytes of a page follow from its name."""
 
     def __init__(
         self, path: Path | str, salt: str = "", formats: tuple[PageFormat, ...] = FORMATS, **changed: Any
     ) -> None:
-        settings = {name: changed.pop(name) for name in ("budget", "key_file") if name in changed}
+        settings = {name: changed.pop(name) for name in ("budget", "key_file", "remote") if name in changed}
         config = ServerStoreConfig(path=str(path), salt=salt, **settings)
         self.store = ServerStore.open(config, {**IDENTITY, **changed}, formats)
         self.tier = WaitingTier(self.store.stores, PAGE_BYTES)
@@ -65,10 +68,25 @@ def opened(*arguments: Any, **changed: Any) -> Iterator[Server]:
     server.close()
 
 
+def test_a_store_without_a_disk_is_not_copied_to_itself(tmp_path: Path) -> None:
+    """Servers without a disk share the pages of a remote store, and a process refuses a store that is its own remote
+    store."""
+    url = f"dir://{tmp_path}"
+    with (
+        opened("", "weights", remote=SharedStoreConfig(url=url)) as first,
+        opened("", "weights", remote=SharedStoreConfig(url=url)) as second,
+    ):
+        assert first.put(b"a") and second.get(b"a") and second.put(b"b") and first.get(b"b")
+    request = StoreRequest(url, IDENTITY, FORMATS, remote=RemoteSettings(url))
+    with pytest.raises(StoreError, match=f"{url} is given as the store and as its remote store"):
+        OpenStores().acquire(json.loads(request.pack()))
+
+
 def test_a_store_of_another_process_is_left_alone_until_it_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server goes on without it, raises nothing and names the remedy once. It tries again, and then it has it."""
+    """While another process has the store open, the server continues without it, raises nothing, and logs the remedy
+    once. The server retries until the store is free."""
     soon = ServiceSettings(limits=Limits(reopen_backoff_s=1e-3, max_reopen_backoff_s=1e-3))
     monkeypatch.setattr(hicache.integrations.server_store, "ServiceSettings", lambda **_: soon)
     first = Server(tmp_path)
@@ -82,7 +100,8 @@ def test_a_store_of_another_process_is_left_alone_until_it_is_free(
 
 
 def test_servers_of_one_socket_share_stores(tmp_path: Path) -> None:
-    """Each identity has its own, in the directory that is served; servers of one identity read and write the same."""
+    """Servers of one socket have a store for each identity, in the served directory. Servers of one identity read and
+    write the same store."""
     with served(tmp_path / "pages", tmp_path / "socket") as socket:
         with opened(socket) as first, opened(socket) as second, opened(socket, model="n") as other:
             assert first.put(b"a") and second.get(b"a") and not other.get(b"a")
@@ -114,13 +133,13 @@ def test_servers_of_one_socket_share_stores(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_named(given: Any, named: str) -> None:
-    """With where it stands."""
+    """An error about a wrong setting names the setting and where it was given."""
     with pytest.raises(ConfigError, match=named):
         server_store_config(given, "the tier")
 
 
 def test_a_path_that_is_not_ours_is_refused(tmp_path: Path) -> None:
-    """A file, and a directory of something else; nothing in it changes."""
+    """A path to a file, or to a directory that is no store, is refused. Nothing in it changes."""
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path):
         with pytest.raises(ConfigError, match="path="):

@@ -1,4 +1,5 @@
-"""A tier for threads that wait: pages through staging memory, whatever the medium does and however many ask."""
+"""A tier for threads that wait for pages. Pages are copied through staging memory, however slow the medium is and
+however many threads wait."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def fill(i: int, page: PageBuffer) -> None:
 
 
 class Landed(list[tuple[int, int]]):
-    """Number and byte of each page that came."""
+    """A list of the pages that were read: number and first byte of each page."""
 
     def __call__(self, i: int, page: PageBuffer) -> None:
         assert len(set(page.tolist())) == 1
@@ -39,7 +40,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Iterator[tuple[WaitingTier, TroubledStore]]:
-    """A tier whose store holds a page of bytes n for each key, with few staging pages."""
+    """A tier with few staging pages. The store of the tier holds a page of bytes n for key n."""
     inner, troubled = started_tier(tmp_path, clock=clock, readers=2)
     tier = WaitingTier(Stores({DISK: inner}), PAGE_BYTES)
     tier._for_reads.num_pages = 4
@@ -60,7 +61,8 @@ def read(tier: WaitingTier, keys: list[bytes]) -> Landed:
 
 
 def test_pages_up_to_the_first_that_is_missing(store: Store) -> None:
-    """More than the staging has, in order, on the calling thread."""
+    """Pages are read up to the first missing one, in order, on the calling thread, even if there are more of them than
+    staging pages."""
     tier, _ = store
     everything = [(n, n) for n in range(NUM_PAGES)]
     assert read(tier, KEYS) == everything
@@ -70,7 +72,8 @@ def test_pages_up_to_the_first_that_is_missing(store: Store) -> None:
 
 @pytest.mark.parametrize("failing", [0, 5, NUM_PAGES - 1])
 def test_an_exception_of_the_caller_ends_only_its_call(store: Store, failing: int) -> None:
-    """In taking a page and in giving one; the next calls have all staging pages."""
+    """An exception of the caller's function, while it takes or gives a page, ends only this call. Later calls have all
+    staging pages."""
     tier, _ = store
 
     def fails(i: int, page: PageBuffer) -> None:
@@ -85,7 +88,8 @@ def test_an_exception_of_the_caller_ends_only_its_call(store: Store, failing: in
 
 
 def test_a_caller_waits_for_a_page_as_long_as_it_says(store: Store, clock: Clock) -> None:
-    """Later pages do not land, and their staging pages are free after the answer."""
+    """A caller waits for a page at most as long as its limit. Later pages do not land, and their staging pages are free
+    after the answer."""
     tier, troubled = store
     gate, landed = Gate("get_into"), Landed()
     troubled.trouble = gate
@@ -102,7 +106,7 @@ def test_a_caller_waits_for_a_page_as_long_as_it_says(store: Store, clock: Clock
 
 
 def test_many_threads_at_once_get_their_own_answers(store: Store) -> None:
-    """One waiting thread receives the answers of all."""
+    """While many threads wait, one of them receives the answers for all."""
     tier, _ = store
     wrong: list[object] = []
     start = threading.Barrier(6)

@@ -1,4 +1,4 @@
-"""The gate before the disk of vLLM's tier, by a clock that the test sets and without vLLM."""
+"""The gate before the disk of vLLM's tier, with a clock that the test sets and without vLLM."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ IDLE = Queue()
 
 
 def spans_of(num_tokens: int) -> list[tuple[int, int]]:
-    """Of chunks behind each other."""
+    """The spans of consecutive chunks."""
     return [(first, first + CHUNK) for first in range(0, num_tokens, CHUNK)]
 
 
 class Case:
-    """A gate over a disk with `num_readers`, and the cost model of both."""
+    """A gate over a disk with `num_readers` reader threads, and the cost model of both."""
 
     def __init__(self, tokens_per_s: Any = "auto", num_readers: int = 4) -> None:
         self.clock = Clock()
@@ -37,7 +37,7 @@ class Case:
         self.clock.now_s += seconds
 
     def add_candidate(self, num_tokens: int = PROMPT) -> tuple[str, Candidate]:
-        """A new request asks for the whole prompt."""
+        """Add a new request that asks for the complete prompt."""
         self._num_requests += 1
         request = str(self._num_requests)
         self.gate.add_request(request)
@@ -49,7 +49,7 @@ class Case:
         return candidate.loads
 
     def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
-        """Whether a prompt that the disk holds is loaded, of a request that is alone."""
+        """Whether the gate loads a prompt that the disk holds, for a request without others."""
         request, candidate = self.add_candidate(num_tokens)
         self.gate.step((), ())
         loads = self.decide(request, candidate, queue)
@@ -57,7 +57,8 @@ class Case:
         return loads
 
     def compute(self, seconds: float, num_tokens: int = PROMPT) -> None:
-        """A prompt is scheduled and computed in two steps; what a step computed arrives in the next one."""
+        """Schedule a prompt and compute it in two steps. The gate is told about the tokens of a step in the next
+        step."""
         request, _ = self.add_candidate(num_tokens)
         half = num_tokens // 2
         self.gate.step([request], ())
@@ -70,7 +71,7 @@ class Case:
         self.gate.forget(request)
 
     def read(self, seconds: float) -> None:
-        """All readers together read a prompt in `seconds`."""
+        """Make all readers together read a prompt in `seconds`."""
         for _ in range(4):
             self.gate.read(PROMPT_BYTES // 4, seconds)
 
@@ -81,7 +82,7 @@ class Case:
 
 def test_loads_wait_for_those_before_them() -> None:
     """A load waits for loads in flight, and for those accepted in the same step. A prompt is read in 0.4 s and computed
-    in 1 s: the third load would take longer than computing."""
+    in 1 s, so the third load would take longer than computing."""
     case = Case(PROMPT)
     case.read(0.4)
     assert not case.loads(queue=Queue(2 * PROMPT_BYTES, case.clock()))
@@ -95,8 +96,8 @@ def test_loads_wait_for_those_before_them() -> None:
 
 
 def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None:
-    """A prompt is computed in 1 s and read in 2.5. Two others that run, or wait for the GPU, would wait meanwhile; what
-    waits for the disk itself would not, nor what has finished."""
+    """A prompt is computed in 1 s and read in 2.5 s. Computing would delay two other requests that run or wait for the
+    GPU, so the load pays. Requests that wait for the disk, or have finished, do not count."""
     case = Case(PROMPT)
     case.read(2.5)
     assert not case.loads()
@@ -112,14 +113,14 @@ def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None
     assert case.loads()
     case.gate.forget(other)
     assert not case.loads()
-    case.gate.loaded(at_disk)  # it waits for the GPU now
+    case.gate.loaded(at_disk)  # the request at the disk waits for the GPU now
     assert case.loads()
     assert case.counts() == (4, 3, 0, 0)
 
 
 def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
-    """A prompt of 32 chunks is computed in 1 s and read in 0.4: it may wait for 0.6 s. Then what fits is loaded, where
-    that pays."""
+    """A prompt of 32 chunks is computed in 1 s and read in 0.4 s, so it may wait for rows for 0.6 s. Then the chunks
+    that fit are loaded, if that pays."""
     case = Case(PROMPT)
     case.read(0.4)
     few = Rows(8, 64, may_grow=True)
@@ -155,12 +156,13 @@ def test_nobody_waits_for_an_answer_longer_than_computing_costs() -> None:
 
 
 def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
-    """It brings nothing for longer than computing would have cost all when the load was weighed, and for a second; that
-    it has become slow is no reason, nor that all others wait for the disk by now."""
+    """A load in flight is abandoned if it makes no progress for a second, and for longer than computing would have cost
+    all requests when the load was decided. A load is not abandoned because the disk has become slow, or because other
+    requests now wait for the disk."""
     case = Case(PROMPT)
     case.read(0.1)
     alone, delayed = (case.add_candidate() for _ in range(2))
-    for request, candidate in (delayed, alone):  # the first of them computing would delay the other
+    for request, candidate in (delayed, alone):  # computing the first request would delay the second
         case.gate.step((), ())
         assert case.decide(request, candidate)
     for _ in range(50):
@@ -191,14 +193,14 @@ class Timed:
         self.timer = PrefillTimer(self.cost, self.clock)
 
     def step(self, *stored: tuple[str, int, int], seconds: float = 0.25) -> None:
-        """Time passes, in which that arrives; the next step begins."""
+        """Let time pass, report the chunks stored meanwhile, and begin the next step."""
         self.clock.now_s += seconds
         for request, start, end in stored:
             self.timer.computed(request, start, end)
         self.timer.step()
 
     def begin(self, *requests: str, start: int = 0, end: int = 8192) -> None:
-        """In the step that has just begun."""
+        """Begin the requests in the step that has just begun."""
         for request in requests:
             self.timer.begin(request, start, end)
 
@@ -207,7 +209,8 @@ class Timed:
 
 
 def test_a_prompt_in_parts_is_timed_part_by_part() -> None:
-    """Later parts take longer, and decoding behind them does not count."""
+    """The parts of a long prompt are timed separately. Later parts take longer, and decoding after them does not
+    count."""
     timed = Timed()
     timed.step()
     timed.begin("a", end=32768)
@@ -221,7 +224,7 @@ def test_a_prompt_in_parts_is_timed_part_by_part() -> None:
 
 
 def test_idle_time_and_decoding_between_prompts_do_not_count() -> None:
-    """Eight prompts of 1024 tokens, 0.25 s each, a minute apart."""
+    """Eight prompts of 1024 tokens take 0.25 s each, a minute apart. The time between them does not count."""
     timed = Timed()
     for n in range(8):
         timed.step(seconds=60)

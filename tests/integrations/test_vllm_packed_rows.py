@@ -25,7 +25,7 @@ HND, NHD, UNKNOWN = HeadLayout(128), HeadLayout(128, is_token_first=True), HeadL
 
 @dataclass(frozen=True)
 class Cache:
-    """`channels`: of a token in each tensor. `gap`: bytes between blocks."""
+    """The shape of a cache. `channels`: elements of a token in each tensor. `gap`: bytes between blocks."""
 
     per_chunk: int = 2
     tokens: int = 8
@@ -54,7 +54,7 @@ CACHES = {
 
 
 class TransferFixture:
-    """The cache of one worker of two, its part of the rows in shared memory, and the expected contents of both."""
+    """The cache of one of two workers, its part of the rows in shared memory, and the expected contents of both."""
 
     def __init__(self, device: str, cache: Cache) -> None:
         self.cache, self.per_chunk, self.on = cache, cache.per_chunk, torch.device(device)
@@ -73,8 +73,9 @@ class TransferFixture:
         self.misfits = Misfits()
         self.link = self.linked()
         self.blocks = np.zeros((NUM_BLOCKS, sum(cache.widths)), np.uint8)
-        self.is_random = np.zeros(NUM_BLOCKS, bool)  # whether a block keeps its chunk from fitting
-        # Of each row the blocks of its chunk, None where none was stored; and whether one of them is wild.
+        self.is_random = np.zeros(NUM_BLOCKS, bool)  # by block: whether its chunk does not fit when packed
+        # By row: the bytes of the blocks of its chunk, None for a block that was not stored. `is_raw`: whether the
+        # chunk of a row does not fit when packed.
         self.rows: list[list[np.ndarray | None]] = [[None] * self.per_chunk for _ in range(NUM_ROWS)]
         self.is_raw = [False] * NUM_ROWS
 
@@ -99,7 +100,8 @@ class TransferFixture:
         )
 
     def fill(self, seed: int, *, random_bits: float = 0.0) -> None:
-        """All blocks with other numbers; a share of them with random bits, which do not fit."""
+        """Fill all blocks with new numbers; a share `random_bits` of them with random bits, which do not fit when
+        packed."""
         rng = np.random.default_rng(seed)
         numbers = torch.from_numpy(rng.random((NUM_BLOCKS, sum(self.cache.widths) // 2), np.float32)) + 0.01
         self.blocks = numbers.bfloat16().view(torch.uint8).numpy().copy()
@@ -113,7 +115,8 @@ class TransferFixture:
         return np.split(blocks, np.cumsum(self.cache.widths)[:-1], axis=1)
 
     def copies(self, direction: Any, firsts: list[int], sizes: list[int], rows: list[int], blocks: list[int]) -> Any:
-        """Submit what vLLM would: of each group the number of its first block, and how many it has."""
+        """Submit copies as vLLM does. `firsts`, `sizes`: for each group the number of its first block, and how many
+        blocks it has."""
         requested = chunk_blocks(np.array(rows, np.int32), np.array(blocks, np.int32), sizes, firsts, self.per_chunk)
         return [copy for group in requested for copy in self.link.submit(direction, group)]
 
@@ -123,7 +126,7 @@ class TransferFixture:
             assert op.error is None and op.done()
 
     def store(self, row: int, block: int) -> None:
-        """A whole chunk, of blocks from `block` on."""
+        """Store a complete chunk, of blocks from `block` on."""
         blocks = list(range(block, block + self.per_chunk))
         self.run("store", [0], [self.per_chunk], [row], blocks)
         self.note_store(row, list(enumerate(blocks)))
@@ -139,8 +142,8 @@ class TransferFixture:
         self.is_raw[row] = any(self.is_random[block] for _, block in of_chunk)
 
     def check(self) -> None:
-        """The cache has the expected bytes, only chunks that did not fit have rests, and no byte outside of this
-        worker's part of a row was written."""
+        """Check that the cache has the expected bytes, that only chunks that did not fit have rests, and that no byte
+        outside of this worker's part of a row was written."""
         on_device = np.concatenate([tensor.cpu().numpy() for tensor in self.tensors], axis=1)
         assert (on_device == self.blocks).all()
         assert [row in self.link.rests for row in range(NUM_ROWS)] == self.is_raw
@@ -155,7 +158,8 @@ class TransferFixture:
 
 @pytest.mark.parametrize("name", CACHES)
 def test_blocks_of_random_transfers_arrive_and_nothing_else_changes(device: str, name: str) -> None:
-    """Transfers of complete chunks and parts, which fit or do not, of one or two groups, with reused rows."""
+    """After random transfers of complete chunks and parts, which fit or do not fit, of one or two groups, with reused
+    rows, all blocks are right and no other byte has changed."""
     rng, fixture = random.Random(name), TransferFixture(device, CACHES[name])
     per_chunk = fixture.per_chunk
     for step in range(30):
@@ -184,7 +188,7 @@ def test_blocks_of_random_transfers_arrive_and_nothing_else_changes(device: str,
 
 
 class Failing:
-    """A transfer backend whose copies fail, without a word of it before they end."""
+    """A transfer backend whose copies fail only at their end."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -206,7 +210,8 @@ class Failing:
 
 @pytest.mark.parametrize("random_bits", [0, 1])
 def test_failed_copies_are_made_again_by_other_means(device: str, random_bits: int) -> None:
-    """Each copy in both directions fails first and succeeds when it is repeated, for chunks that fit or do not."""
+    """Each copy in both directions fails at first and succeeds when it is repeated, for chunks that fit when packed and
+    for chunks that do not."""
     fixture = TransferFixture(device, CACHES["two shapes"])
     fixture.fill(1, random_bits=random_bits)
     fixture.link.parts = [replace(part, backend=Failing(part.backend)) for part in fixture.link.parts]
@@ -223,7 +228,7 @@ def test_failed_copies_are_made_again_by_other_means(device: str, random_bits: i
     twice("store", [0, 1], [0, 1, 2, 3])
     for row, block in ((0, 0), (1, 2)):
         fixture.note_store(row, [(0, block), (1, block + 1)])
-        fixture.is_raw[row] = True  # as what does not fit
+        fixture.is_raw[row] = True  # a repeated store writes raw rows
     fixture.fill(2)
     twice("load", [1, 0], [8, 9, 10, 11])
     fixture.blocks[8:12] = [*fixture.rows[1], *fixture.rows[0]]
@@ -232,8 +237,9 @@ def test_failed_copies_are_made_again_by_other_means(device: str, random_bits: i
 
 
 def test_a_row_that_holds_another_chunk_than_its_worker_knows_is_not_served(device: str) -> None:
-    """A raw chunk of another row, of a worker whose tiles have another shape, or bytes that were never stored, fail. A
-    chunk that the disk wrote over a raw chunk is served, and the rest of the raw chunk is freed."""
+    """A load fails if its row has a raw chunk of another row, a chunk of a worker with other tile shapes, or bytes that
+    were never stored. If the disk wrote a chunk over a raw one, the new chunk is served, and the rest of the raw chunk
+    is freed."""
     fixture = TransferFixture(device, CACHES["heads"])
     fixture.fill(1)
     fixture.is_random[:2] = True
@@ -266,10 +272,10 @@ def test_a_transfer_with_other_rows_than_its_blocks_need_is_refused(rows: int, s
 @pytest.mark.parametrize(
     ("channels", "widths"),
     [
-        (128, [128]),  # heads of 64, and so on
+        (128, [128]),  # heads of 64 elements; below, heads of other sizes
         (144, [128, 16]),
         (160, [128, 32]),
-        (176, [128]),  # in order: its own tiles would have more bytes than a row
+        (176, [128]),  # tiles in storage order: with tiles of one head, a block would have more bytes than a row
         (192, [128, 64]),
         (224, [128, 64, 32]),
         (256, [128]),
@@ -280,7 +286,8 @@ def test_a_transfer_with_other_rows_than_its_blocks_need_is_refused(rows: int, s
     ],
 )
 def test_tiles_are_of_one_head_where_they_fit_a_row(channels: int, widths: list[int]) -> None:
-    """Of 8 heads in blocks of 16 tokens, 4 of them a chunk; each byte of a block is in one tile."""
+    """The tiles of 8 heads in blocks of 16 tokens, 4 blocks a chunk, have the expected widths. Each byte of a block is
+    in one tile."""
     page_bytes = 2 * 8 * 16 * channels
     shapes = shapes_of(page_bytes, page_bytes, 16, HeadLayout(channels), FOUR_BITS, 4)
     assert [shape.width for shape in shapes] == widths

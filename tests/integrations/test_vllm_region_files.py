@@ -1,8 +1,9 @@
-"""Removal of vLLM's files in /dev/shm, without vLLM."""
+"""Removal of files that vLLM has left in /dev/shm, without vLLM."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ SETTINGS = "hicache.integrations.vllm.offloading_settings"
 
 @pytest.fixture
 def engine() -> Iterator[str]:
-    """The beginning of the names of an engine's files, which the test may leave."""
+    """The beginning of the names of an engine's files. At the end, files that the test has left are removed."""
     name = f"vllm_offload_hicache-test-{uuid.uuid4().hex}"
     yield name
     for path in FOLDER.glob(f"*{name}*"):
@@ -44,9 +45,23 @@ def test_files_that_nobody_uses_are_removed(engine: str) -> None:
     assert {*FOLDER.glob(f"*{engine}*")} == {*others}
 
 
+def test_old_numbers_of_killed_starts_are_removed(engine: str) -> None:
+    """The file with the agreed number of bytes, and the temporary file of its writer, are removed if they are older
+    than a day. The number of a server that is starting stays."""
+    fresh = FOLDER / f"{engine}-fresh.bytes"
+    old = [FOLDER / f"{engine}-old.bytes", FOLDER / f"{engine}-old.bytes.{os.getpid()}"]
+    for path in (fresh, *old):
+        path.write_text("1")
+    for path in old:
+        os.utime(path, (0, 0))
+    remove_leftovers()
+    assert {*FOLDER.glob(f"*{engine}*")} == {fresh}
+
+
 def test_all_processes_take_what_the_first_finds_free(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less an eighth, and no more than the folder has room for; a region has one size. The file that says so goes with
-    the names of the region. Where nothing is free, the error names the setting, and nothing is left."""
+    """With "free", the first process takes the free memory less an eighth, at most the capacity of the folder, and all
+    processes use its number. The file with this number is removed with the names of the region. If no memory is free,
+    the error names the setting, and no file is left."""
     left = iter([1 << 28, 64 << 30, 32 << 30, 16 << 30])
     monkeypatch.setattr(f"{SETTINGS}.available_bytes", lambda: next(left))
     monkeypatch.setattr(f"{SETTINGS}.shared_bytes", lambda: 48 << 30)

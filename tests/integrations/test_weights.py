@@ -1,4 +1,5 @@
-"""The identity of the weights of other servers: which files count, and when their digests are computed again."""
+"""The identity of the weights of a server's model: which files it includes, and when their digests are computed
+again."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from hicache.integrations.sglang.model import model_identity
 from hicache.integrations.weights import RECORD, weights_digest
 from waiting import eventually
 
-NEVER, LATER = 0, (1 << 40) + time.time_ns()  # times at which none, or all, of the files were written long ago
+NEVER, LATER = 0, (1 << 40) + time.time_ns()  # clock values for which no file, or every file, was written long ago
 
 
 def digest(model: Path | str, at_ns: int = NEVER, **where: str) -> str:
@@ -32,7 +33,7 @@ def kept(record: Path) -> dict[str, list[int | str]]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Two shards with their index, a file of code, and files that do not count."""
+    """A model of two shards with their index, a file of code, and files that are not part of the identity."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("a-1.safetensors", "a-2.safetensors", "config.json", "model.safetensors.index.json", "modeling_a.py"):
@@ -43,8 +44,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_every_byte_that_determines_pages_counts(model: Path) -> None:
-    """A changed byte of a shard, configuration, index or code, and a file that is new or renamed, change the digest;
-    what only describes the model does not."""
+    """A changed byte of a shard, configuration, index or code changes the digest, and so does a new or renamed file.
+    Files that only describe the model do not change it."""
     found = [digest(model)]
     for file in sorted(model.iterdir()):
         counts = file.suffix in (".safetensors", ".py") or file.name in ("config.json", "model.safetensors.index.json")
@@ -60,16 +61,16 @@ def test_every_byte_that_determines_pages_counts(model: Path) -> None:
     adapter = model / "loras" / "sql"
     adapter.mkdir(parents=True)
     (adapter / "adapter_model.safetensors").write_bytes(b"y")
-    assert digest(model) == found[-1]  # no adapter yet
+    assert digest(model) == found[-1]  # a file of a LoRA adapter, but not yet a complete one
     (adapter / "adapter_config.json").write_text("{}")
     found.append(digest(model))
     assert len({*found}) == len(found) == 9 and all(len(one) == 32 for one in found)
-    assert digest(model / "a-1.safetensors") not in found  # a model of one file
+    assert digest(model / "a-1.safetensors") not in found  # a model given as one file
 
 
 def test_digests_are_computed_once(model: Path) -> None:
-    """A digest that is kept is used as long as size, times and inode of its file stay; a file written in place with the
-    same size and its old modification time is read again."""
+    """A recorded digest is used while size, times and inode of its file stay the same. A file that is rewritten with
+    the same size and its old modification time is read again."""
     first = digest(model, LATER)
     values = kept(model / RECORD)
     values["a-1.safetensors"][-1] = "0" * 32
@@ -80,7 +81,7 @@ def test_digests_are_computed_once(model: Path) -> None:
     before = file.stat()
 
     def rewritten() -> bool:
-        """Until the clock of the file system has gone on."""
+        """Rewrite the file; whether the file system's clock has advanced since its last write."""
         file.write_bytes(b"#" * before.st_size)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         return file.stat().st_ctime_ns != before.st_ctime_ns
@@ -90,7 +91,8 @@ def test_digests_are_computed_once(model: Path) -> None:
 
 
 def test_the_digest_of_a_file_written_just_now_is_not_kept(model: Path) -> None:
-    """Its next write may leave no trace in its times."""
+    """The digest of a file that was just written is not recorded, because the next write may leave its times
+    unchanged."""
     first = digest(model, time.time_ns())
     assert not (model / RECORD).read_text() and digest(model, LATER) == first
     assert len(kept(model / RECORD)) == 5
@@ -107,11 +109,12 @@ def test_a_damaged_record_is_written_anew(model: Path, damage: str) -> None:
 def test_a_folder_that_takes_no_file_has_its_digests_elsewhere(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the user's cache folder, for each folder; where that takes none either they are computed each time."""
+    """If a folder cannot be written, its digests are recorded in the user's cache folder, separately for each folder.
+    If that cannot be written either, they are computed each time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = digest(model, LATER)
     (model / RECORD).unlink()
-    (model / RECORD).mkdir()  # as root may write to a folder that is read-only
+    (model / RECORD).mkdir()  # root could write to a read-only folder
     assert digest(model, LATER) == first
     [record] = (tmp_path / "cache" / "hicache" / "digests").iterdir()
     values = kept(record)
@@ -125,8 +128,8 @@ def test_a_folder_that_takes_no_file_has_its_digests_elsewhere(
 
 
 def test_a_snapshot_of_the_hub_is_a_folder(tmp_path: Path) -> None:
-    """A name counts as the files to which the links of its snapshot lead, of the branch main or of the revision. A link
-    that leads nowhere is no file."""
+    """A model name stands for the files to which the links of its snapshot lead, on the branch main or the given
+    revision. A link without a target is no file."""
     repo = tmp_path / "models--org--name"
     for commit in ("1" * 40, "2" * 40):
         (repo / "snapshots" / commit).mkdir(parents=True)
@@ -148,8 +151,8 @@ def test_a_snapshot_of_the_hub_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_sglang_tells_its_model_by_weights_and_what_loads_them(model: Path) -> None:
-    """Changed weights, another version or quantisation make another identity; a revision only if its weights cannot be
-    read."""
+    """Changed weights, another version and another quantisation each change the identity. A revision changes it only if
+    its weights cannot be read."""
     settings = {"revision": None, "download_dir": None, "weight_version": "default", "quantization": None}
     args = SimpleNamespace(model_path=str(model), **settings)
     found = [model_identity(args)]
@@ -167,13 +170,13 @@ def test_sglang_tells_its_model_by_weights_and_what_loads_them(model: Path) -> N
 def test_weights_that_are_not_here_are_nothing(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the log names the setting that tells them apart."""
+    """Weights that are not on this machine have no digest. The log names the setting that distinguishes such models."""
     monkeypatch.chdir(tmp_path)
     assert digest(name, download_dir=str(tmp_path)) == "" and "salt" in caplog.text
 
 
 def test_a_file_that_cannot_be_read_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server does not start without knowing its weights."""
+    """If a file of the weights cannot be read, the error names it and the server does not start."""
     plain = Path.open
 
     def opened(path: Path, *args: Any, **given: Any) -> Any:
@@ -187,7 +190,8 @@ def test_a_file_that_cannot_be_read_is_named(model: Path, monkeypatch: pytest.Mo
 
 
 def test_of_those_that_start_at_once_one_reads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All get the same digest, and the record is complete."""
+    """Of several processes that start together one reads the weights. All get the same digest, and the record is
+    complete."""
     found, plain, reads = list[str](), Path.open, Counter[str]()
 
     def opened(path: Path, *args: Any, **given: Any) -> Any:

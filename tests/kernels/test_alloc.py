@@ -1,4 +1,4 @@
-"""The slot kernels against plain Python, by value."""
+"""The slot kernels compared with plain Python, by value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache.kernels.alloc_extend import alloc_extend
 def batch(
     rng: random.Random, num_requests: int, page_size: int, longest: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Prefixes, sequences (some empty extends) and last slots that keep the contract."""
+    """Prefixes, sequences (some without new tokens) and last slots that keep the contract of the kernels."""
     prefixes = [rng.choice([0, rng.randint(0, longest)]) for _ in range(num_requests)]
     grown = [p + rng.choice([0, 1, rng.randint(0, longest)]) for p in prefixes]
     last = [-1 if p == 0 else (100 + r) * page_size + (p - 1) % page_size for r, p in enumerate(prefixes)]
@@ -22,7 +22,7 @@ def batch(
 
 
 def extend_oracle(prefixes: list[int], seqs: list[int], last: list[int], free: list[int], page_size: int) -> list[int]:
-    """Token by token: the next slot of the page in hand, or the first slot of the next free page."""
+    """Allocate token by token: the next slot of the current page, or the first slot of the next free page."""
     free, out = list(free), []
     for prefix, seq, before in zip(prefixes, seqs, last, strict=True):
         slot = before
@@ -34,8 +34,8 @@ def extend_oracle(prefixes: list[int], seqs: list[int], last: list[int], free: l
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_extend_fills_pages_in_order(device: str, kernels: str, page_size: int) -> None:
-    """Slots of a batch equal those of taking one token after the other, for odd batches, empty extends, more requests
-    than a step of the kernel's loop sums up, and lengths of either width."""
+    """Slots of a batch equal those of allocating one token after the other. Batches have odd sizes, extends without
+    tokens, more requests than a step of the kernel's loop sums up, and lengths of either integer width."""
     rng = random.Random(page_size)
     for num_requests, longest, dtype in (
         (1, 3 * page_size, torch.int64),
@@ -65,7 +65,7 @@ def test_extend_within_the_old_page_takes_none(device: str, kernels: str) -> Non
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("num_requests", [1, 5, 130, 300])
 def test_decode_takes_a_page_at_each_boundary(device: str, kernels: str, page_size: int, num_requests: int) -> None:
-    """Each request gets the slot after its last, or the next free page where its page is full."""
+    """Each request gets the slot after its last one, or, if its page is full, the first slot of the next free page."""
     rng = random.Random(num_requests)
     seqs = [rng.choice([1, page_size + 1, rng.randint(1, 200)]) for _ in range(num_requests)]
     last = [-1 if s == 1 else (500 + r) * page_size + (s - 2) % page_size for r, s in enumerate(seqs)]

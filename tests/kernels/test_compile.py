@@ -1,4 +1,4 @@
-"""No request compiles a kernel: all are compiled before the first one."""
+"""No request compiles a kernel, because all kernels are compiled before the first request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache.kernels.pool_attention import AttentionRule, PoolQueries
 from hicache.kernels.zero_copy import ZeroCopyMover
 from page_case import BF16, POOLS, U8, Pool
 
-COUNTS = (1, 2, 3, 16, 17, 31)  # of pages: Triton has kernels of their own for 1 and for multiples of 16
+COUNTS = (1, 2, 3, 16, 17, 31)  # numbers of pages: Triton compiles separate kernels for 1 and for multiples of 16
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def device(triton_device: str) -> str:
 
 @pytest.mark.parametrize("name", POOLS)
 def test_pages_in_any_number(device: str, name: str) -> None:
-    """Pages that are moved through staging and without, in any number, of any layers that travel together."""
+    """Moving any number of pages, with staging or without it, and of any layers together, compiles no kernel."""
     pool = Pool.named(name, 6, device)
     with compiled_keys(page_copy, zero_copy) as keys:
         mover = pool.mover(pool.page, "triton")
@@ -48,8 +48,8 @@ def test_pages_in_any_number(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("channels", [4, 24, 128, 320])
 def test_packed_pages_in_any_number(device: str, channels: int) -> None:
-    """Pages that are packed and unpacked, from any page of a longer list on. Rows further apart need no kernel of their
-    own."""
+    """Packing and unpacking any number of pages, from any page of a longer list on, compiles no kernel. Rows that are
+    further apart need no other kernel."""
     with compiled_keys(pack) as keys:
         for format, apart in itertools.product((FOUR_BITS, THREE_BITS), (1, 2)):
             complete = torch.zeros(3, 2, 64, apart * channels, dtype=BF16, device=device)
@@ -67,7 +67,7 @@ def test_packed_pages_in_any_number(device: str, channels: int) -> None:
 
 
 def test_lists_of_ids(device: str) -> None:
-    """Lists of any length."""
+    """Lists of ids of any length compile no kernel."""
     with compiled_keys(upload) as keys:
         for count in COUNTS:
             ids = torch.zeros(count, dtype=torch.int64)
@@ -76,7 +76,7 @@ def test_lists_of_ids(device: str) -> None:
 
 
 def test_any_part_of_a_pass_is_attended_to_by_one_kernel(device: str) -> None:
-    """Wherever the sequences of a launch begin among those of the pass."""
+    """The sequences of a launch may begin anywhere among those of the pass, and need no other kernel."""
     with compiled_keys(pool_attention) as keys:
         query, pool = torch.zeros(1, 4, 64, dtype=BF16, device=device), torch.zeros(8, 2, 64, dtype=BF16, device=device)
         table, ids = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((1, 8), 9))

@@ -1,4 +1,4 @@
-"""The last slot of each prefix, by value."""
+"""The last slot of each prefix, compared by value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache.kernels.last_loc import get_last_loc_torch, get_last_loc_triton, la
 @pytest.mark.parametrize("num_requests", [1, 5, 300])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_slot_before_the_end(device: str, kernels: str, num_requests: int, dtype: torch.dtype) -> None:
-    """Each request gets the table's entry before its prefix's end, int64, and -1 for an empty prefix."""
+    """Each request gets the table's entry before the end of its prefix, as int64, and -1 for an empty prefix."""
     rng = random.Random(num_requests)
     table = torch.randint(1, 1 << 30, (num_requests + 1, 37), dtype=torch.int32)
     rows = rng.sample(range(num_requests + 1), num_requests)
@@ -28,7 +28,7 @@ def test_the_slot_before_the_end(device: str, kernels: str, num_requests: int, d
 
 
 def test_no_requests_and_a_view_of_a_table(device: str, kernels: str) -> None:
-    """No requests give an empty tensor; a table that is a slice of a wider one is read by its stride."""
+    """Without requests the result is an empty tensor. A table that is a slice of a wider one is read by its stride."""
     table = torch.arange(60, dtype=torch.int32, device=device).view(6, 10)[:, :4]
     none = torch.empty(0, dtype=torch.int64, device=device)
     assert last_loc(table, none, none, kernels).tolist() == []

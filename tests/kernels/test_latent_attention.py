@@ -1,4 +1,4 @@
-"""Decode attention over latent rows, against each request's own tokens in float64."""
+"""Decode attention over latent rows, compared with attention of each request to its own tokens in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(
     buffer = torch.full((len(order) + 1, 1, rank + rope), math.nan, dtype=dtype)
     req_to_token = torch.full((len(lens) + 3, MAX_LEN), len(order), dtype=torch.int32)
     rows = torch.randperm(len(lens) + 3, generator=g)[: len(lens)]
-    # Parts of wider tensors, as a model has them.
+    # Parts of wider tensors, as in a model.
     query = torch.randn(len(lens), heads, rank + 3 + rope, generator=g).to(dtype)
     q_latent, q_rope = query[..., :rank], query[..., rank + 3 :]
     expected = torch.zeros(len(lens), heads, rank, dtype=torch.float64)
@@ -51,8 +51,8 @@ def inputs(
 def test_requests_attend_to_their_own_tokens(
     device: str, kernels: str, dtype: torch.dtype, shape: tuple[int, int, int], num_splits: int | None
 ) -> None:
-    """Each request attends to the tokens of its own row, wherever their slots are and however they are split; what is
-    past a sequence's end is not read, and a sequence without tokens gives zero."""
+    """Each request attends to the tokens of its own row, wherever their slots are and however they are split. Rows past
+    the end of a sequence are not read, and a sequence without tokens gives zero."""
     on, expected = inputs([1, 32, 0, 17, MAX_LEN], *shape, dtype, device)
     out = latent_attention(**on, scaling=0.3, kernels=kernels, num_splits=num_splits)
     assert out.dtype == dtype and out.is_contiguous()
@@ -60,7 +60,7 @@ def test_requests_attend_to_their_own_tokens(
 
 
 def test_large_scores_do_not_overflow(device: str, kernels: str) -> None:
-    """Scores in the thousands give the latent row with the highest one."""
+    """If scores are in the thousands, the result is the latent row with the highest score."""
     on, _ = inputs([40], 4, 16, 4, torch.float32, device)
     out = latent_attention(**on, scaling=1e4, kernels=kernels, num_splits=4)
     stored = on["buffer"][on["req_to_token"][on["rows"][0], :40].long(), 0]

@@ -1,4 +1,4 @@
-"""Recurrent states copied and cleared: kernel and twin against plain indexing, byte by byte."""
+"""Copies and clears of recurrent states: kernel and twin compared with plain indexing, byte by byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from hicache.kernels.mamba import clear_states, copy_states
 from kernel_case import as_bytes, random_bits
 
-# Rows of 2 to 18 432 bytes, none a power of two but the last: words of 1, 2, 4 and 8 bytes, one block and several.
+# Rows of 2 to 18 432 bytes, of which only the last is a power of two: words of 1, 2, 4 and 8 bytes, in one block or
+# several.
 ROWS = [((1,), torch.bfloat16), ((3, 3), torch.uint8), ((5, 3), torch.float32), ((96, 3), torch.bfloat16)]
 LARGE = [((48, 3, 16), torch.float64), ((2, 16, 16), torch.float32)]
 
@@ -22,7 +23,7 @@ def states(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
 def test_copies_reach_their_slots_only(
     device: str, kernels: str, shape: tuple[int, ...], dtype: torch.dtype, index: torch.dtype
 ) -> None:
-    """Each target holds its source's bytes in every layer and tensor; every other slot stays."""
+    """Each target holds the bytes of its source in every layer and tensor. All other slots stay unchanged."""
     tensors = [states(shape, dtype, device), states((7,), torch.float32, device)]
     expected = [x.clone() for x in tensors]
     src, dst = torch.tensor([1, 8, 1, 4]), torch.tensor([3, 2, 6, 4])
@@ -36,7 +37,8 @@ def test_copies_reach_their_slots_only(
 
 @pytest.mark.parametrize(("shape", "dtype"), [*ROWS, *LARGE])
 def test_cleared_states_are_zero(device: str, kernels: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Cleared slots are zero bytes in every layer and tensor, also where one is named twice; others stay."""
+    """Cleared slots are zero bytes in every layer and tensor, also if one is named twice. Other slots stay
+    unchanged."""
     tensors = [states(shape, dtype, device), states((2, 5), torch.bfloat16, device)]
     expected = [x.clone() for x in tensors]
     for x in expected:
@@ -47,7 +49,7 @@ def test_cleared_states_are_zero(device: str, kernels: str, shape: tuple[int, ..
 
 
 def test_slices_of_indices_and_nothing(device: str, kernels: str) -> None:
-    """Strided index tensors are read by value; no states, or no tensors, change nothing."""
+    """Strided index tensors are read by value. A call without states, or without tensors, changes nothing."""
     x = states((6,), torch.float32, device)
     before = x.clone()
     nothing = torch.empty(0, dtype=torch.int64, device=device)
@@ -62,7 +64,7 @@ def test_slices_of_indices_and_nothing(device: str, kernels: str) -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_two_gib() -> None:
-    """States whose offset passes 2^31 words of their tensor are copied and cleared right."""
+    """States at offsets beyond 2^31 words of their tensor are copied and cleared correctly."""
     slots = (1 << 31) // (1 << 20) + 8
     x = torch.zeros(1, slots, 1 << 20, dtype=torch.int64, device="cuda")
     x[0, slots - 1] = 7

@@ -1,4 +1,4 @@
-"""Latent rows in two parts against index assignment, bit by bit."""
+"""Latent rows in two parts, compared bit by bit with index assignment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PARTS = [(512, 64, 576), (24, 8, 32), (7, 3, 10), (5, 1, 9), (1024, 1500, 2524)]
 def test_parts_are_written_and_read(
     device: str, kernels: str, dtype: torch.dtype, rank: int, rope: int, row: int
 ) -> None:
-    """Each named slot holds its two parts side by side, what is behind them and every other slot stay, and reading
-    gives the parts back."""
+    """Each named slot holds its two parts next to each other. Bytes after them and all other slots stay unchanged, and
+    reading returns the two parts."""
     loc = torch.randperm(30, generator=torch.Generator().manual_seed(1))[:11]
     first, second = (random_bits(11, 1, dim, dtype=dtype, seed=dim) for dim in (rank, rope))
     buffer = random_bits(30, 1, row, dtype=dtype, seed=4)
@@ -31,7 +31,8 @@ def test_parts_are_written_and_read(
 
 
 def test_parts_of_a_wider_tensor(device: str, kernels: str) -> None:
-    """Parts that are slices of one projection, rows that are slices of wider ones, and int32 slots are stored right."""
+    """Parts that are slices of one projection, rows that are slices of wider ones, and int32 slots are stored
+    correctly."""
     complete = random_bits(6, 90, dtype=torch.bfloat16, seed=1).to(device)
     nope, rope = complete[:, 3:27], complete[:, 30:38]
     rows = torch.zeros(9, 50, dtype=torch.bfloat16, device=device)
@@ -44,7 +45,7 @@ def test_parts_of_a_wider_tensor(device: str, kernels: str) -> None:
 
 
 def test_no_rows(device: str, kernels: str) -> None:
-    """No slots store nothing and read empty parts."""
+    """A call without slots stores nothing, and reads empty parts."""
     buffer = torch.zeros(4, 1, 6, device=device)
     none = torch.empty(0, dtype=torch.int64, device=device)
     set_latent(buffer[:0, :, :4], buffer[:0, :, 4:], buffer, none, kernels)

@@ -1,4 +1,4 @@
-"""Index keys: the format of a page byte by byte, and quantising against the nearest fp8 values."""
+"""Index keys: the format of a page byte by byte, and quantisation compared with the nearest fp8 values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hicache.kernels.nsa import (
 from kernel_case import random_bits, spread
 
 U8, F32, E4M3 = torch.uint8, torch.float32, torch.float8_e4m3fn
-VALUES = torch.arange(256, dtype=U8).view(E4M3).float().nan_to_num(1e9)  # of each byte; NaN is nearest to nothing
+VALUES = torch.arange(256, dtype=U8).view(E4M3).float().nan_to_num(1e9)  # by byte; NaN is never nearest
 
 
 def random_buffer(pages: int, page_size: int, device: str) -> torch.Tensor:
@@ -29,7 +29,7 @@ def parts(buffer: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def keys_of(tokens: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Values over many binades, and a row of zeros."""
+    """Values whose exponents span many binades, and a row of zeros."""
     x = spread(tokens, 128, dtype=dtype, seed=seed)
     x[tokens // 2] = 0
     return x
@@ -53,7 +53,8 @@ def test_keys_and_scales_land_in_their_page(device: str, kernels: str, page_size
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32])
 def test_quantised_keys_are_the_nearest(device: str, kernels: str, dtype: torch.dtype) -> None:
-    """The scale is max|x|/448 to the last bit, and each key's byte is one of the fp8 values nearest to x over it."""
+    """The scale is max|x|/448 to the last bit. The byte of each key is an fp8 value nearest to x divided by the
+    scale."""
     x, page_size = keys_of(21, dtype, seed=4), 8
     loc = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:21].to(torch.int32)
     at = loc // page_size, loc % page_size
@@ -73,7 +74,8 @@ def test_quantised_keys_are_the_nearest(device: str, kernels: str, dtype: torch.
 
 
 def test_quantising_equals_the_cast_of_torch(device: str, kernels: str) -> None:
-    """Where the scale is one, bytes are those of torch's cast: all fp8 values, ties between them, both signs, zeros."""
+    """If the scale is one, bytes are those of torch's cast: for all fp8 values, ties between them, both signs, and
+    zeros."""
     values = VALUES[VALUES.abs() <= 448].sort().values
     middles = (values[1:] + values[:-1]) / 2
     near = torch.cat([middles * (1 + 2.0**-20), middles * (1 - 2.0**-20)])
@@ -89,7 +91,7 @@ def test_quantising_equals_the_cast_of_torch(device: str, kernels: str) -> None:
 @pytest.mark.parametrize("page_size", [64, 5, 1])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_gathers_follow_the_pages(device: str, kernels: str, page_size: int, index: torch.dtype) -> None:
-    """Keys and scales of a sequence come out in its order, cut at its length."""
+    """Keys and scales of a sequence are gathered in its order, up to its length."""
     buffer, pages = random_buffer(7, page_size, device), torch.tensor([4, 0, 6], dtype=index, device=device)
     complete = [part.contiguous().view(U8).view(7, page_size, -1) for part in parts(buffer, page_size)]
     for tokens in {0, 1, page_size, 2 * page_size + 1, 3 * page_size}:
@@ -99,7 +101,7 @@ def test_gathers_follow_the_pages(device: str, kernels: str, page_size: int, ind
 
 
 def test_slices_and_no_rows(device: str, kernels: str) -> None:
-    """Keys that are slices of a projection are quantised by value; no keys change nothing."""
+    """Keys that are slices of a projection are quantised by value. A call without keys changes nothing."""
     complete = keys_of(6, torch.bfloat16, seed=8).repeat(1, 2).to(device)
     loc = torch.tensor([3, 9, 0, 7, 1, 2], device=device)
     buffers = [torch.zeros(3, index_row_bytes(4), dtype=U8, device=device) for _ in range(2)]

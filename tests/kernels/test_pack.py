@@ -1,4 +1,5 @@
-"""Packed pages: unpacking restores every bit, misfits are counted, and kernel and twin agree in every byte."""
+"""Packed pages: unpacking restores every bit, tiles that do not fit are counted, and kernel and twin agree in every
+byte."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from hicache.kernels._triton import Kernels
 from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat, PagePacker
 from kernel_case import as_bytes, random_bits
 
-ROOMY = PackFormat(3, (1.0,))  # whatever is packed fits
-NO_ROOM = PackFormat(3, (0.4, 0.0))  # in the second buffer
+ROOMY = PackFormat(3, (1.0,))  # all tiles fit
+NO_ROOM = PackFormat(3, (0.4, 0.0))  # tiles of the second buffer do not fit
 NUM_SLOTS = 300
 DEVICES: dict[Kernels, str] = {"torch": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}
 Pool = list[list[torch.Tensor]]
 
 
 def pool(num_layers: int, num_buffers: int, channels: int, seed: int, kernels: Kernels, kind: str = "values") -> Pool:
-    """Buffers, bfloat16 `[NUM_SLOTS, channels]`, that lie in longer rows, where the kernels can read them."""
+    """Buffers, bfloat16 `[NUM_SLOTS, channels]`, that are slices of longer rows if the kernels can read these."""
     generator = torch.Generator().manual_seed(seed)
 
     def buffer(n: int) -> torch.Tensor:
@@ -48,7 +49,7 @@ def packed(packer: PagePacker, slots: torch.Tensor, first: int, count: int) -> t
 def come_back(
     packer: PagePacker, buffers: list[list[torch.Tensor]], slots: torch.Tensor, first: int, count: int
 ) -> None:
-    """Rows that were overwritten meanwhile, and no others, are what they were."""
+    """Check that overwritten rows, and no others, have their original bits again."""
     staging, misfits = packed(packer, slots, first, count)
     assert not misfits.any()
     flat = [buffer for layer in buffers for buffer in layer]
@@ -61,7 +62,7 @@ def come_back(
 
 
 def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -> list[list[int]]:
-    """By the words of the format alone."""
+    """Decode a tile by the description of the format alone."""
     tops, tile = tile[:width], tile[width:]
     escapes, tile = iter(tile[:num_escapes]), tile[num_escapes:]
     fractions, distances = tile[: tokens * width], tile[tokens * width :]
@@ -97,11 +98,11 @@ def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -
     ],
 )
 def test_rows_are_restored(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
-    """Groups of layers from any layer on, with full and narrow tiles, at scattered slots."""
+    """Rows are restored for groups of layers from any layer on, with full and narrow tiles, at scattered slots."""
     rows = pool(2, buffers, channels, tokens, kernels)
     packer = PagePacker(rows, tokens, kernels, format)
     slots = some_slots(2 * tokens, 1, kernels)
-    if kernels == "torch" or channels == 64:  # the interpreter of Triton is slow
+    if kernels == "torch" or channels == 64:  # Triton's interpreter is slow
         come_back(packer, rows, slots, 0, 2)
     come_back(packer, rows, slots[:tokens], 1, 1)
     come_back(packer, rows, slots[:0], 1, 1)
@@ -111,8 +112,8 @@ def test_rows_are_restored(kernels: Kernels, tokens: int, buffers: int, channels
 
 @pytest.mark.parametrize(("kernels", "bits"), [("torch", 3), ("torch", 4), ("triton", 3), *long(("triton", 4))])
 def test_every_pattern_is_restored(kernels: Kernels, bits: int) -> None:
-    """All 65 536 patterns, next to each other, in channels with one exponent, and alone among zeros; NaNs keep what
-    they carry."""
+    """All 65 536 bit patterns are restored: next to each other, in channels with one exponent, and alone among zeros.
+    NaNs keep their payloads."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     format = PackFormat(bits, (1.0,))
     alone = torch.zeros(1024, 128, dtype=torch.bfloat16)
@@ -132,7 +133,7 @@ def test_every_pattern_is_restored(kernels: Kernels, bits: int) -> None:
     ],
 )
 def test_kernel_and_twin_agree(kind: str, format: PackFormat) -> None:
-    """In every byte, and in how many tiles of each page do not fit."""
+    """Kernel and twin agree in every byte, and in how many tiles of each page do not fit."""
     rows = pool(2, 2, 128, 3, "triton", kind)
     slots = some_slots(128, 4, "triton")
     ours, theirs = (packed(PagePacker(rows, 64, kernels, format), slots, 0, 2) for kernels in ("triton", "torch"))
@@ -141,8 +142,8 @@ def test_kernel_and_twin_agree(kind: str, format: PackFormat) -> None:
 
 
 def random_rows(kind: str, generator: torch.Generator) -> torch.Tensor:
-    """bfloat16 `[1024, 1024]` on the GPU as bits. "edges": in each tile of 64 rows x 128 channels, the number of
-    escapes is near its maximum; there are constant channels, single infinities, NaNs with payloads, denormals and
+    """bfloat16 `[1024, 1024]` on the GPU as bits. With "edges", the number of escapes in each tile of 64 rows x 128
+    channels is near its maximum; there are constant channels, single infinities, NaNs with payloads, denormals and
     zeros."""
 
     def integers(low: int, high: int) -> torch.Tensor:
@@ -153,14 +154,15 @@ def random_rows(kind: str, generator: torch.Generator) -> torch.Tensor:
     values = torch.randn(1024, 1024, device="cuda", generator=generator).bfloat16().view(torch.int16)
     if kind == "edges":
         dice, bits = integers(0, 10_000), integers(-(1 << 15), 1 << 15)
-        values = torch.where(dice < 12, bits & 0x7F, values)  # denormals, which escape below all else
+        values = torch.where(dice < 12, bits & 0x7F, values)  # denormals, with the lowest exponent
         values = torch.where(dice == 9_999, bits | 0x7F80, values) if bool(dice[0, 0] % 2) else values
         values[:, ::17] = bits[:1, ::17]
     return values
 
 
 def agree_on_a_gpu(kind: str, format: PackFormat, seed: int) -> int:
-    """At 8B geometry, 32 layers; and the rows come back where they fit. Returns in how many pages they do."""
+    """Check that kernel and twin agree for the geometry of an 8B model with 32 layers, and that rows of pages that fit
+    are restored. Returns how many pages fit."""
     generator = torch.Generator("cuda").manual_seed(seed)
     rows = [[random_rows(kind, generator).view(torch.bfloat16) for _ in range(2)] for _ in range(32)]
     slots = torch.randperm(1024, device="cuda", generator=generator)
@@ -192,19 +194,19 @@ def test_kernel_and_twin_agree_on_a_gpu(kind: str, format: PackFormat) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS, ROOMY])
 def test_kernel_and_twin_agree_over_a_billion_values(format: PackFormat) -> None:
-    """16 times 67 million: random bits, normal values, and tiles that just fit."""
+    """Kernel and twin agree over 16 times 67 million values: random bits, normal values, and tiles that just fit."""
     num_fitting = sum(agree_on_a_gpu(("edges", "bits", "values")[seed % 3], format, seed) for seed in range(1, 17))
     assert 0 < num_fitting < 16 * 16 or format is ROOMY
 
 
 @pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS])
 def test_the_format_is_the_documented_one(format: PackFormat) -> None:
-    """A decoder written from the description alone reads what was packed."""
+    """A decoder that is written from the description alone reads packed pages."""
     rows = pool(1, 2, 96, 5, "torch")
     packer = PagePacker(rows, 32, "torch", format)
     slots = some_slots(32, 6, "torch")
     for buffer in rows[0]:
-        buffer[slots[::7], ::50] = 0  # escapes, in the first two tiles of 32 channels
+        buffer[slots[::7], ::50] = 0  # escapes in the first two tiles of 32 channels
     staging, misfits = packed(packer, slots, 0, 1)
     assert not misfits.any()
     left = staging[0].numpy().tobytes()
@@ -227,7 +229,7 @@ def test_a_tile_fits_up_to_its_number_of_escapes() -> None:
 
 
 def test_ratios_are_those_that_are_promised() -> None:
-    """Of 8B geometry: 8 heads of 128 channels, pages of 64 tokens."""
+    """Ratios for an 8B model: 8 heads of 128 channels, in pages of 64 tokens."""
     rows = [[torch.zeros(1, 1024, dtype=torch.bfloat16)] * 2]
     raw_bytes = 64 * 2 * 1024 * 2
     assert raw_bytes / PagePacker(rows, 64, "torch", FOUR_BITS).page_bytes == pytest.approx(1.318, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Gather and scatter of pages against a plain byte oracle."""
+"""Gathering and scattering pages, compared with a plain byte oracle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from page_case import LAYERS, POOLS, U8, Pool, check_store_and_load, page_bytes
 
 
 class Staged:
-    """Moves pages by way of staging rows that begin at byte `offset` and are `padding` bytes apart."""
+    """A mover that stages pages in rows. The rows begin at byte `offset` and are `padding` bytes apart."""
 
     def __init__(self, mover: PageMover, host: torch.Tensor, offset: int = 0, padding: int = 0) -> None:
         self._mover, self._host, self._offset, self._padding = mover, host, offset, padding
 
     def _staging(self, pages: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random bytes, and their part that is the staging."""
+        """Random bytes, and the part of them that is the staging."""
         bits = random_bits(self._offset + len(pages) * (size + self._padding), seed=3).to(pages.device)
         return bits, bits[self._offset :].view(len(pages), size + self._padding)[:, :size]
 
@@ -40,8 +40,8 @@ class Staged:
 
 @pairwise(kernels=KERNELS, pool_name=list(POOLS), pages=[1, 4, 16], layers=list(LAYERS))
 def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int, layers: str) -> None:
-    """A gathered page is its layers', buffers' and tokens' bytes in order, a row that tokens share once; scattered
-    elsewhere, it reads back the same, and no other slot changes."""
+    """A gathered page has the bytes of its layers, buffers and tokens in order; a row that tokens share is there once.
+    Scattered to other slots, the page reads back the same, and no other slot changes."""
     pool = Pool.named(pool_name, 6 * pages + 3, device)
     mover = pool.mover(pages * pool.page, kernels)
     assert mover.uniform == (pool_name not in ("layers differ", "spans differ"))
@@ -51,7 +51,7 @@ def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int
 
 @pytest.mark.parametrize(("offset", "padding"), [(0, 24), (3, 5), (4, 0), (8, 8)])
 def test_strided_and_unaligned_staging(device: str, kernels: str, offset: int, padding: int) -> None:
-    """Rows of staging may be apart and start at any byte; the bytes between them stay."""
+    """Rows of staging may be apart and start at any byte. Bytes between rows stay unchanged."""
     pool = Pool.named("k and v differ", 20, device)
     mover = pool.mover(4, kernels)
     host = random_bits(3, mover.group_bytes(0, 3), seed=9)
@@ -59,7 +59,7 @@ def test_strided_and_unaligned_staging(device: str, kernels: str, offset: int, p
 
 
 def test_layers_of_one_tensor(device: str, kernels: str) -> None:
-    """Buffers that are views of one tensor, token rows apart, are read and written at their own strides."""
+    """Buffers that are views of one tensor, a token row apart, are read and written at their own strides."""
     complete = random_bits(2, 10, 3, 4, seed=2).to(device)
     pool, middle = Pool([[layer[:, 0], layer[:, 2]] for layer in complete], device), complete[:, :, 1].clone()
     mover = pool.mover(2, kernels)
@@ -70,7 +70,7 @@ def test_layers_of_one_tensor(device: str, kernels: str) -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_two_gib() -> None:
-    """Rows whose offset passes 2^31 words of their buffer, and staging beyond it, are moved right."""
+    """Rows at offsets beyond 2^31 words of their buffer, and staging beyond that, are moved correctly."""
     slots = (1 << 31) // 512 + 64
     pool = [[torch.zeros(slots, 1024, dtype=torch.int32, device="cuda")]]
     tail = torch.arange(slots - 32, slots, device="cuda")
@@ -84,7 +84,8 @@ def test_offsets_beyond_two_gib() -> None:
 
 
 def test_wrong_shapes_are_refused_and_no_rows_copy_nothing() -> None:
-    """Staging, slots, layers or buffers that do not fit raise ValueError; no slots, or no layers, move no bytes."""
+    """Staging, slots, layers or buffers that do not fit raise ValueError. A call without slots, or without layers,
+    moves no bytes."""
     pool = Pool.named("mha", 8, "cpu")
     mover, before = pool.mover(4, "torch"), pool.rows()
     size = mover.group_bytes(0, 1)

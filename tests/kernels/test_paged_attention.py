@@ -1,4 +1,5 @@
-"""Paged attention in torch against attention over each request's own tokens, and the two formats of a sequence."""
+"""Paged attention in torch, compared with attention of each request to its own tokens; and the two formats of a
+sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from hicache.kernels.paged_attention import contiguous_to_paged, paged_attention
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One request, token by token and head by head: the last `len(q)` of `len(k)` tokens attend causally."""
+    """Attention of one request, token by token and head by head: the last `len(q)` of `len(k)` tokens attend
+    causally."""
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
     for i in range(q.shape[0]):
@@ -28,7 +30,8 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def test_pages_and_tokens_give_equal_results(
     device: str, page_size: int, num_heads: tuple[int, int], seq_len: int
 ) -> None:
-    """Each request attends to its own tokens up to its own position, wherever its pages are; the rest is not read."""
+    """Each request attends to its own tokens up to its own position, wherever its pages are. Other rows are not
+    read."""
     (heads, kv_heads), generator = num_heads, torch.Generator().manual_seed(page_size)
     lens = torch.tensor([17, 5, 1, 32])
     pages_each = [-(-int(n) // page_size) for n in lens]
@@ -53,7 +56,7 @@ def test_pages_and_tokens_give_equal_results(
 @pytest.mark.parametrize("tokens", [0, 1, 4, 11])
 @pytest.mark.parametrize("row", [(), (3, 2, 2, 5)])
 def test_formats_convert_both_ways(tokens: int, row: tuple[int, ...]) -> None:
-    """Token t is at its page and offset, all else is zero, and the way back gives the tokens."""
+    """Token t is at its page and offset, all other elements are zero, and the inverse returns the tokens."""
     x = torch.randn(tokens, *row)
     table = torch.tensor([5, 0, 3])
     paged = contiguous_to_paged(x, table, num_pages=6, page_size=4)

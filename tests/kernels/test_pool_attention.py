@@ -10,12 +10,12 @@ import torch
 from cases import KERNELS, pairwise, refused
 from hicache.kernels.pool_attention import MAX_SPLITS, AttentionRule, PoolQueries, num_splits, pool_attention
 
-# Of the output's largest value: one rounding of the weights and one of the output in 16 bits.
+# Tolerances as a share of the output's largest value: one rounding of the weights and one of the output in 16 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def scattered(lengths: list[int], num_slots: int) -> torch.Tensor:
-    """A table int32 [len(lengths) + 2, 64...] whose rows 1.. hold distinct random slots from 1 on."""
+    """A table int32 [len(lengths) + 2, 64...]. The rows of the table from 1 on hold distinct random slots from 1 on."""
     generator = torch.Generator().manual_seed(0)
     table = torch.zeros(len(lengths) + 2, max(lengths) + 3, dtype=torch.int32)
     slots = torch.randperm(num_slots - 1, generator=generator) + 1
@@ -25,7 +25,7 @@ def scattered(lengths: list[int], num_slots: int) -> torch.Tensor:
 
 
 def plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """[n, heads, dim] over [len, kv_heads, dim], one query and head at a time, in float64."""
+    """Attention of [n, heads, dim] over [len, kv_heads, dim], for one query and head at a time, in float64."""
     n, heads, _ = query.shape
     length, kv_heads, dv = values.shape
     out = torch.zeros(n, heads, dv, dtype=torch.float64)
@@ -46,7 +46,7 @@ def plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: A
 
 
 class Case:
-    """Sequences of `lengths`, the last `news` tokens of each are queries, over scattered slots."""
+    """Sequences of `lengths` over scattered slots. The last `news` tokens of each are queries."""
 
     def __init__(
         self, lengths: list[int], news: list[int], heads: int, kv_heads: int, dk: int, dv: int, dtype: torch.dtype
@@ -101,8 +101,8 @@ RULES = {
     "soft cap": {"scale": 2.0, "window": 20, "softcap": 3.0},
     "sinks": {"scale": 0.3, "sinks": SINKS},
 }
-# (tokens of each sequence, how many of them are new): one each, over parts of a block of keys, whole ones and more;
-# prompts with and without a prefix, over tiles that are not full; and both.
+# (tokens of each sequence, number of new ones). "decode": one new token each, over a part of a block of keys, a
+# complete block and more. "prompts": with and without a prefix, over tiles that are not full. The last case has both.
 PASSES = {"decode": ([1, 32, 70, 33], [1] * 4), "prompts": ([11, 37], [11, 7]), "both": ([70, 9], [1, 9])}
 
 
@@ -117,7 +117,8 @@ PASSES = {"decode": ([1, 32, 70, 33], [1] * 4), "prompts": ([11, 37], [11, 7]), 
 def test_each_token_attends_by_its_rule(
     device: str, kernels: str, rule: str, tokens: str, shape: tuple[int, int, int, int], splits: int, dtype: torch.dtype
 ) -> None:
-    """Decode, extend and both, behind windows, chunks, soft caps and sinks, give plain attention, however split."""
+    """Decodes, extends and both together equal plain attention, with windows, chunks, soft caps and sinks, however they
+    are split."""
     case = Case(*PASSES[tokens], *shape, dtype)
     given = dict(RULES[rule])
     if "sinks" in given:
@@ -130,14 +131,14 @@ def test_each_token_attends_by_its_rule(
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_wide_heads(kernels: str, dtype: torch.dtype, dim: int) -> None:
-    """Tiles of every head size fit the device. (The interpreter takes long for them, and multiplies no bfloat16.)"""
+    """Tiles of every head size fit on the device. (The interpreter is slow for them, and cannot multiply bfloat16.)"""
     case = Case([150, 90], [1, 33], 8, 2, dim, dim, dtype)
     for splits in (1, 2):
         check(case, AttentionRule(dim**-0.5), "cuda", kernels, splits)
 
 
 def test_slot_map_and_strided_query(device: str, kernels: str) -> None:
-    """Slots of the table are mapped before the buffers are read; a query that is a view is read in place."""
+    """Slots of the table are mapped before the buffers are read. A query that is a view is read in place."""
     case = Case([50, 20], [3, 1], 4, 2, 16, 16, torch.float32)
     rule = AttentionRule(0.25, window=9)
     expected = case.expected(rule)

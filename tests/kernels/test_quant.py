@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits: scales and rounding against plain arithmetic, and both implementations bit by bit."""
+"""Keys and values in 8 bits: scales and rounding compared with plain arithmetic, and both implementations compared bit
+by bit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 def filled(
     slots: int, heads: int, dims: tuple[int, int], kind: str, device: str
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Data and scales of keys and values of which every element is 3."""
+    """Data and scales of keys and values whose elements are all 3."""
     data = tuple(torch.full((slots, heads, dim), 3, dtype=STORED[kind], device=device) for dim in dims)
     return data, tuple(torch.full((slots, heads), 3.0, device=device) for _ in dims)
 
@@ -39,7 +40,7 @@ def nearest(y: torch.Tensor, kind: str) -> torch.Tensor:
 def test_each_head_is_rounded_at_its_own_scale(
     device: str, kernels: str, kind: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
-    """The scale of a token's head is max|x|/L to the last bit, its numbers are the nearest, and no other slot
+    """The scale of a token's head is max|x|/L to the last bit, its numbers are the nearest ones, and no other slot
     changes."""
     (heads, k_dim, v_dim), slots, tokens = shape, 30, 13
     loc = torch.randperm(slots, generator=torch.Generator().manual_seed(1))[:tokens]
@@ -60,7 +61,8 @@ def test_each_head_is_rounded_at_its_own_scale(
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_numbers_times_scales_are_read(device: str, kernels: str, kind: str, dtype: torch.dtype) -> None:
-    """Reading gives number times scale, in float32 and rounded once; of given slots in their order, or of all."""
+    """Reading returns number times scale, computed in float32 and rounded once, for given slots in their order or for
+    all slots."""
     slots, heads, dims = 9, 3, (5, 12)
     data, scales = [], []
     for dim in dims:
@@ -83,7 +85,7 @@ def test_numbers_times_scales_are_read(device: str, kernels: str, kind: str, dty
 
 
 def test_ties_go_to_even(device: str, kernels: str) -> None:
-    """At scale one, int8 rounds halves to the even number, and fp8 equals torch's cast, both signs."""
+    """With scale one, int8 rounds halves to the even number, and fp8 equals torch's cast, for both signs."""
     halves = torch.arange(-126, 127).float() + 0.5
     x = torch.cat([halves, torch.tensor([127.0, -0.0, 0.49999997])]).view(1, 1, -1).to(device)
     loc = torch.zeros(1, dtype=torch.int64, device=device)
@@ -101,7 +103,7 @@ def test_ties_go_to_even(device: str, kernels: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_slices_of_a_projection(device: str, kernels: str, kind: str) -> None:
-    """Keys and values that are slices of one wider tensor, or lie head by head, are quantised by value."""
+    """Keys and values that are slices of a wider tensor, or are stored head by head, are quantised by value."""
     complete = spread(6, 3, 4, 20, dtype=BF16, seed=3).to(device)
     heads_first = spread(4, 6, 10, dtype=BF16, seed=4).to(device)
     k, v = complete[:, 1, :, 5:15], heads_first.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The store kernel against index assignment, bit by bit."""
+"""The store kernel, compared bit by bit with index assignment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [((2, 8), (2, 8)), ((3, 5), (3, 5)), ((1, 24), (1, 16)), ((8, 192), (8,
 def test_rows_land_at_their_slots(
     device: str, kernels: str, dtype: torch.dtype, rows: tuple[tuple[int, ...], ...]
 ) -> None:
-    """Each named slot holds its new row, bit for bit, and every other slot what it held before."""
+    """Each named slot holds its new row, bit for bit. All other slots stay unchanged."""
     loc = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:19]
     given = [random_bits(19, *row, dtype=dtype, seed=2 + i) for i, row in enumerate(rows)]
     buffers = [random_bits(40, *row, dtype=dtype, seed=4 + i) for i, row in enumerate(rows)]
@@ -30,7 +30,7 @@ def test_rows_land_at_their_slots(
 
 
 def test_rows_of_a_wider_tensor(device: str, kernels: str) -> None:
-    """Keys and values that are slices of one projection are stored right, from int32 slots too."""
+    """Keys and values that are slices of one projection are stored correctly, also from int32 slots."""
     qkv = random_bits(6, 3, 4, 10, dtype=torch.bfloat16, seed=1).to(device)
     k, v = qkv[:, 1], qkv[:, 2]
     buffers = [torch.zeros(9, 4, 10, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -63,8 +63,8 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 def test_rows_are_scaled_bounded_and_rounded_once(
     device: str, kernels: str, source: torch.dtype, stored: torch.dtype, scales: tuple[float | str | None, ...]
 ) -> None:
-    """The stored value is x / scale in double precision, rounded to float32 and to the stored type, fp8 within
-    range."""
+    """The stored value is x / scale in double precision, rounded to float32 and then to the stored type. fp8 is limited
+    to its range."""
     generator = torch.Generator().manual_seed(7)
     exponents = torch.randint(-20, 13, (31, 3, 20), generator=generator)
     k = (torch.randn(31, 3, 20, generator=generator) * 2.0**exponents).to(source)
@@ -80,7 +80,7 @@ def test_rows_are_scaled_bounded_and_rounded_once(
     for x, old, buffer, number in zip(inputs, kept, buffers, numbers, strict=True):
         assert torch.equal(as_bytes(x), as_bytes(old))
         wide = old.float()
-        if number is not None:  # float32 of a quotient of float32 numbers in double precision is the rounded quotient
+        if number is not None:  # this double quotient, rounded to float32, is the correctly rounded quotient
             wide = (wide.double() / torch.tensor(number, dtype=torch.float32).double()).float()
         expected = wide.clamp(-LIMITS[stored], LIMITS[stored]) if stored in LIMITS else wide
         complete = torch.zeros(40, *x.shape[1:])
@@ -98,7 +98,7 @@ def test_one_buffer_alone_with_a_scale(device: str, kernels: str) -> None:
 
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_keys_or_values_alone(device: str, kernels: str, scale: float | None) -> None:
-    """`only` stores the one it names and leaves the other buffer, whatever the rows' sizes."""
+    """`only` stores the buffer that it names and does not change the other one, whatever the sizes of the rows."""
     k, v = torch.ones(2, 3, device=device), torch.full((2, 5), 8.0, device=device)
     loc = torch.tensor([3, 1], device=device)
     for only in ("k", "v"):

@@ -1,4 +1,4 @@
-"""Slot translation between the full and the window space: kernel, twin and a Python loop agree."""
+"""Translation of slots from the full to the window space: kernel, twin and a Python loop agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def oracle(mapping: list[int], loc: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 1023, 2500])
 def test_every_slot_gives_its_peer(device: str, kernels: str, dtype: torch.dtype, tokens: int) -> None:
-    """Peers come from the mapping; -1 stays, and a slot beyond the mapping is the sink."""
+    """The mapping gives each window slot. -1 stays -1, and a slot beyond the mapping becomes the sink."""
     generator = torch.Generator().manual_seed(tokens)
     mapping = torch.randint(0, 1 << 40, (700,), generator=generator)
     mapping[torch.rand(700, generator=generator) < 0.3] = 0
@@ -27,7 +27,7 @@ def test_every_slot_gives_its_peer(device: str, kernels: str, dtype: torch.dtype
 
 
 def test_tables_keep_their_shape(device: str, kernels: str) -> None:
-    """A page table of two dimensions, strided too, comes back in its shape; the input stays."""
+    """A page table of two dimensions, also a strided one, is returned in its shape. The input does not change."""
     mapping = torch.arange(100, device=device).flip(0)
     table = torch.randint(0, 100, (7, 12), device=device, dtype=torch.int32)
     before = table.clone()

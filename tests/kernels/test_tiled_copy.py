@@ -1,4 +1,4 @@
-"""Moves of rows between slots, in all buffers at once, against indexing by a copy."""
+"""Moves of rows between slots, in all buffers at once, compared with indexing through a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicache.kernels.tiled_copy import TiledCopy, tile_bytes_for
 from kernel_case import as_bytes, no_waits, random_bits
 
 SLOTS = 60
-# (rows of each buffer, dtype): alike and 16-byte aligned; unlike; odd bytes.
+# (rows of each buffer, dtype): equal and 16-byte aligned rows; different rows; rows of odd sizes.
 POOLS = {
     "alike": ([(2, 64)] * 4, torch.bfloat16),
     "unlike": ([(3, 8), (3, 5), (1, 300)], torch.float32),
@@ -19,7 +19,7 @@ POOLS = {
     "fp8": ([(2, 8), (2, 24)], torch.float8_e4m3fn),
 }
 FRONT, BACK = torch.arange(0, 29), torch.arange(30, 59)
-# Targets and sources.
+# Targets and sources of a move, by name.
 ORDERS = {
     "apart": (BACK, FRONT),
     "up": (FRONT + 1, FRONT),
@@ -36,7 +36,7 @@ def buffers_of(rows: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
 
 
 def check_move(mover: TiledCopy, buffers: list[torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
-    """Each buffer ends as if its rows had been copied out first."""
+    """Check that each buffer ends as if its rows had been copied out before the move."""
     expected = [as_bytes(b).clone() for b in buffers]
     for b in expected:
         b[target.long().cpu()] = b[source.long().cpu()].clone()
@@ -48,7 +48,8 @@ def check_move(mover: TiledCopy, buffers: list[torch.Tensor], target: torch.Tens
 def test_moves_read_all_before_they_write(
     device: str, kernels: str, path: str, pool: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However sources and targets overlap, each buffer ends as if copied first, by either kernel, in any grouping."""
+    """However sources and targets overlap, each buffer ends as if its rows had been copied out first, with either
+    kernel and any grouping."""
     monkeypatch.setattr(tiled_copy, "SCAN_ROWS", 32)
     if path != "few":
         monkeypatch.setattr(tiled_copy, "FEW_BYTES", 0)
@@ -62,7 +63,7 @@ def test_moves_read_all_before_they_write(
 
 
 def test_slots_of_a_wider_buffer(device: str, kernels: str) -> None:
-    """Buffers whose slots are apart (views of a larger tensor) move their rows and nothing between them."""
+    """Buffers whose slots are apart, as views of a larger tensor, move only their rows."""
     complete = torch.arange(SLOTS * 3 * 8, dtype=torch.int32, device=device).view(SLOTS, 3, 8)
     before = complete.clone()
     TiledCopy([complete[:, 0], complete[:, 2]], kernels).move(
@@ -75,7 +76,7 @@ def test_slots_of_a_wider_buffer(device: str, kernels: str) -> None:
 
 @pytest.mark.parametrize("tile_bytes", [128, 512])
 def test_sizes_around_a_power_of_two(device: str, kernels: str, tile_bytes: int) -> None:
-    """No rows, one, and numbers around powers of two move right, with any tile."""
+    """Moves of no row, of one, and of numbers around powers of two are correct with any tile size."""
     buffers = buffers_of([(2, 40)] * 2, torch.bfloat16, device)
     mover = TiledCopy(buffers, kernels, tile_bytes)
     for n in (0, 1, 2, 3, 15, 16, 17):
@@ -84,13 +85,14 @@ def test_sizes_around_a_power_of_two(device: str, kernels: str, tile_bytes: int)
 
 
 def test_wide_rows_go_in_wide_tiles() -> None:
-    """Tiles are 512 bytes from strides of 8192, 256 from 4096, else 128."""
+    """Tiles are 512 bytes for strides from 8192 bytes on, 256 bytes from 4096 on, else 128 bytes."""
     strides = (64, 4095, 4096, 8191, 8192, 1 << 20)
     assert [tile_bytes_for(n) for n in strides] == [128, 128, 256, 256, 512, 512]
 
 
 def test_wrong_arguments_are_refused() -> None:
-    """Moves of unequal numbers, buffers of unequal slots or with gaps in a row, and unknown kernels."""
+    """These raise: moves with unequal numbers of slots, buffers with unequal numbers of slots or with gaps in a row,
+    and unknown kernels."""
     buffer = torch.zeros(4, 2, 3)
     one, two = torch.tensor([1]), torch.tensor([1, 2])
     refused(
@@ -108,7 +110,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_move_makes_no_one_wait() -> None:
-    """Moves of few and of many rows run without a wait for the device, and right, at a size with many programs."""
+    """Moves of few and of many rows do not wait for the device, and are correct at a size with many programs."""
     slots = torch.randperm(8192, device="cuda")
     buffers = [torch.randint(0, 1 << 30, (8192, 8, 64), dtype=torch.int32, device="cuda") for _ in range(4)]
     mover = TiledCopy(buffers, "triton")

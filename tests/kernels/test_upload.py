@@ -1,4 +1,4 @@
-"""Lists of ids that a kernel brings to the device, and the memory they come from."""
+"""Lists of ids that a kernel copies to the device, and the memory from which it copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transfer_hooks import StreamGate
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 5000])
 def test_every_id_arrives_and_nothing_else_is_written(device: str, kernels: str, count: int) -> None:
-    """Ids of any size, negative ones too, land in order; what lies behind the target stays."""
+    """Ids of any size, also negative ones, arrive in order. Elements after the target do not change."""
     source = torch.randint(-(1 << 62), 1 << 62, (count,), dtype=torch.int64)
     source = source.pin_memory() if device == "cuda" else source
     buffer = torch.full((count + 64,), -5, dtype=torch.int64, device=device)
@@ -21,7 +21,7 @@ def test_every_id_arrives_and_nothing_else_is_written(device: str, kernels: str,
 
 
 def test_ids_that_do_not_fit_are_refused() -> None:
-    """Another length, dtype or place, or an implementation that there is not."""
+    """Ids of another length, dtype or device, and an unknown implementation, are refused."""
     ids = torch.arange(4)
     refused(
         ValueError,
@@ -36,11 +36,11 @@ def test_ids_that_do_not_fit_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_memory_is_used_again_only_when_it_was_read(kernels: str) -> None:
-    """With the stream held up, many lists are sent, of growing lengths; each arrives whole, and the caller may change
-    its own at once. Afterwards the same memory serves again."""
+    """While the stream is held, many lists of growing lengths are sent. Each list arrives completely, although the
+    caller changes its own memory at once. Afterwards the same memory is used again."""
     device = torch.device("cuda", torch.cuda.current_device())
     lengths = [1 + 300 * turn for turn in range(20)]
-    compiles = IdUploader(device, kernels)  # which the host waits for
+    compiles = IdUploader(device, kernels)  # the host waits for this compilation
     for length in lengths:
         compiles(torch.arange(length))
     uploader = IdUploader(device, kernels)

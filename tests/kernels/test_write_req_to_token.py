@@ -1,4 +1,4 @@
-"""Rows of the request table, prefix and new slots, against plain lists."""
+"""Rows of the request table with prefix and new slots, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def write(
 
 @pairwise(kernels=KERNELS, size=[(1, 5), (7, 200), (2, 1100), (130, 3)], dtype=[torch.int64, torch.int32])
 def test_prefix_then_new_slots(device: str, kernels: str, size: tuple[int, int], dtype: torch.dtype) -> None:
-    """Row r holds its prefix's slots and then its new ones, and the rest of the table what it held before."""
+    """Row r holds the slots of its prefix and then its new ones. Other elements of the table do not change."""
     num_requests, longest = size
     rng = random.Random(longest)
     pre = [rng.choice([0, longest // 2, rng.randint(0, longest)]) for _ in range(num_requests)]
     seq = [p + rng.choice([0, 1, rng.randint(0, longest)]) for p in pre]
     rows = rng.sample(range(1, num_requests + 4), num_requests)
     before = torch.randint(0, 1 << 20, (num_requests + 4, 2 * longest + 3), dtype=torch.int32)
-    # Longer than the prefix counts: only their front is meant.
+    # Prefix tensors may be longer than the prefix; only their first elements are used.
     prefixes = [torch.randint(1, 1 << 30, (p + rng.randint(0, 2),), dtype=dtype) for p in pre]
     new = torch.randint(1, 1 << 30, (sum(seq) - sum(pre),), dtype=torch.int64)
     expected, queue = before.tolist(), new.tolist()

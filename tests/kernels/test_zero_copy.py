@@ -1,4 +1,5 @@
-"""Pages between a pool and host pages without staging, against a plain byte oracle and against the torch twin."""
+"""Copies of pages between a pool and host pages without staging, compared with a plain byte oracle and with the torch
+twin."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def check(
     pool: Pool, page_tokens: int, num_pages: int, kernels: str, *, layers: str = "all", blocks: int = 4,
     offset: int = 0, padding: int = 0,
 ) -> None:  # fmt: skip
-    """As `check_store_and_load`, for host pages from byte `offset` on and `padding` bytes apart, which stay."""
+    """Run `check_store_and_load` with host pages from byte `offset` on that are `padding` bytes apart. Bytes between
+    host pages must not change."""
     mover = pool.mover(page_tokens, kernels)
     size = mover.group_bytes(0, pool.num_layers)
     num_host = num_pages + 2
@@ -34,8 +36,8 @@ def check(
 
 @pairwise(kernels=KERNELS, pool_name=list(POOLS), pages=[1, 4, 16], layers=list(LAYERS))
 def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int, layers: str) -> None:
-    """A stored page is its layers', buffers' and tokens' bytes in order, a row that tokens share once; loaded
-    elsewhere, it reads back the same, and no other slot, page or byte changes."""
+    """A stored page has the bytes of its layers, buffers and tokens in order; a row that tokens share is there once.
+    Loaded to other slots, the page reads back the same, and no other slot, page or byte changes."""
     pool = Pool.named(pool_name, 6 * pages + 3, device)
     check(pool, pages * pool.page, 3, kernels, layers=layers)
 
@@ -44,7 +46,7 @@ def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int
 def test_tiles_that_end_anywhere(
     device: str, kernels: str, num_pages: int, pieces: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any number of pages, tile size and number of programs, exactly the given pieces are copied."""
+    """For any number of pages, tile size and number of programs, exactly the requested pieces are copied."""
     monkeypatch.setattr(zero_copy, "MAX_PIECES", pieces)
     check(Pool.named("k and v differ", 45, device), 3, num_pages, kernels, layers="last", blocks=blocks)
 
@@ -57,12 +59,13 @@ def test_rows_of_any_size(device: str, kernels: str, row_bytes: int) -> None:
 
 @pairwise(kernels=KERNELS, pool_name=["mha", "layers differ"], offset=[0, 3, 4, 8], padding=[0, 5, 16, 24])
 def test_host_pages_apart_and_unaligned(device: str, kernels: str, pool_name: str, offset: int, padding: int) -> None:
-    """Host pages may lie apart and start at any byte; the bytes between them stay."""
+    """Host pages may be apart and start at any byte. Bytes between host pages stay unchanged."""
     check(Pool.named(pool_name, 20, device), 4, 2, kernels, offset=offset, padding=padding)
 
 
 def test_layers_of_one_tensor(device: str, kernels: str) -> None:
-    """Buffers that are views of one tensor, token rows apart, move at their own strides; what lies between stays."""
+    """Buffers that are views of one tensor, a token row apart, are moved at their own strides. Bytes between their rows
+    stay unchanged."""
     complete = random_bits(2, 12, 3, 4, seed=2).to(device)
     middle = complete[:, :, 1].clone()
     check(Pool([[layer[:, 0], layer[:, 2]] for layer in complete], device), 2, 3, kernels)
@@ -70,12 +73,12 @@ def test_layers_of_one_tensor(device: str, kernels: str) -> None:
 
 
 def sparse(num_bytes: int) -> torch.Tensor:
-    """Zeros of which the machine holds only what is touched."""
+    """Zeros, for which the machine allocates memory only when they are touched."""
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=U8)
 
 
 def check_far_apart(pool: torch.Tensor, host: torch.Tensor, kernels: str) -> None:
-    """Rows 10 and the last go down to pages 0 and 2, and come up exchanged."""
+    """Check that row 10 and the last row are stored to pages 0 and 2, and are loaded exchanged."""
     device, last = pool.device, len(pool) - 1
     rows = random_bits(2, pool.shape[1], seed=1)
     slots, pages = torch.tensor([10, last], device=device), torch.tensor([0, 2], device=device)
@@ -88,7 +91,7 @@ def check_far_apart(pool: torch.Tensor, host: torch.Tensor, kernels: str) -> Non
 
 
 def test_offsets_beyond_four_gib(kernels: str) -> None:
-    """Rows and host pages whose offsets pass 2^32 bytes are read and written where they are."""
+    """Rows and host pages at offsets beyond 2^32 bytes are read and written correctly."""
     pool = sparse((1 << 32) + (64 << 10)).view(-1, 1 << 10)
     check_far_apart(pool, sparse((5 << 30) + (1 << 10)).as_strided((3, 1 << 10), (5 << 29, 1)), kernels)
 
@@ -96,7 +99,7 @@ def test_offsets_beyond_four_gib(kernels: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_offsets_beyond_four_gib_from_the_gpu(kernels: str) -> None:
-    """The same over the link, with host pages that were pinned apart from each other."""
+    """A GPU copies correctly at offsets beyond 2^32 bytes, with host pages that were pinned separately."""
     pool = torch.zeros((1 << 22) + 64, 1 << 10, dtype=U8, device="cuda")
     memory, cudart = sparse((5 << 30) + mmap.PAGESIZE), torch.cuda.cudart()
     ends = [memory.data_ptr(), memory.data_ptr() + (5 << 30)]
@@ -120,7 +123,7 @@ def test_a_copy_makes_no_one_wait() -> None:
     slots = torch.randperm(256, device="cuda").repeat_interleave(16) * 16 + torch.arange(16, device="cuda").repeat(256)
     pages = torch.randperm(256, device="cuda") + 1
     turned = pages.flip(0).contiguous()
-    copier.load(pages, slots, 0, 8)  # compiles, which the host waits for
+    copier.load(pages, slots, 0, 8)  # the host waits for this compilation
     copier.store(slots, pages, 0, 8)
     torch.cuda.synchronize()
     assert torch.equal(host, expected)
@@ -139,7 +142,8 @@ def test_a_copy_makes_no_one_wait() -> None:
 
 
 def test_wrong_shapes_are_refused_and_no_rows_copy_nothing(device: str, kernels: str) -> None:
-    """Host pages, ids, slots or layers that do not fit raise ValueError; no pages, or no layers, move no bytes."""
+    """Host pages, ids, slots or layers that do not fit raise ValueError. A call without pages, or without layers, moves
+    no bytes."""
     pool = Pool.named("mha", 8, device)
     mover = pool.mover(4, kernels)
     size = mover.group_bytes(0, 3)
@@ -162,7 +166,7 @@ def test_wrong_shapes_are_refused_and_no_rows_copy_nothing(device: str, kernels:
         lambda: copier.load(page.to("meta"), slots[:4], 0, 3),
         lambda: copier.store(slots[:4], page, 2, 2),
     )
-    if device == "cuda":  # pageable memory, which a GPU cannot reach
+    if device == "cuda":  # a GPU cannot access pageable memory
         refused(ValueError, lambda: ZeroCopyMover(mover, random_bits(3, size, seed=1)))
     for first, count, pages, at in ((0, 3, page[:0], slots[:0]), (1, 0, page, slots[:4])):
         copier.load(pages, at, first, count)

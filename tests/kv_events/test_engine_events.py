@@ -1,4 +1,4 @@
-"""KV events of whole engines: what a router holds after them is what the tiers hold."""
+"""KV events of complete engines: the blocks that a router knows from them are those of the tiers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from waiting import eventually
 
 class Listening(EngineFuzz):
     """A history whose events go to `stream`, with a small store in its folder. `index`: the router's view before the
-    engine was closed; `in_memory`, `on_disk`: what its tiers held then."""
+    engine was closed; `in_memory`, `on_disk`: the blocks that its tiers held then."""
 
     def __init__(self, kind: str, seed: int, folder: Path) -> None:
         self.stream = folder / "events.jsonl"
@@ -54,7 +54,7 @@ class Listening(EngineFuzz):
         store = self.faults.stores[-1]
         keys = [key for verb, keys in store.calls if verb != "reopen" for key in keys]
         held = {block_hash(key) for key, found in zip(keys, store.inner.contains(keys), strict=True) if found}
-        self.on_disk = held & self.index.blocks.keys()  # others are of windows and states
+        self.on_disk = held & self.index.blocks.keys()  # other keys are of windows and states
 
 
 def _wait_until_written(engine: CacheEngine) -> None:
@@ -103,7 +103,7 @@ def _is_known(index: BlockIndex, parent: int | None) -> bool:
 
 
 def test_an_address_that_cannot_be_used_leaves_the_disk_free(tmp_path: Path) -> None:
-    """The engine is not built, and the next attempt has the store."""
+    """If an address for events cannot be used, the engine is not built, and the next attempt can open the store."""
     settings = config(kv_events=f"file:{tmp_path}", disk=_disk(tmp_path))
     with pytest.raises(ConfigError, match="kv_events"):
         build_engine(settings, GEOMETRY)
@@ -112,7 +112,8 @@ def test_an_address_that_cannot_be_used_leaves_the_disk_free(tmp_path: Path) -> 
 
 
 def test_pages_of_a_custom_store_are_reported_when_found(tmp_path: Path) -> None:
-    """It does not say what it loses: a page that a read misses is told as removed, and once more when it is written."""
+    """A custom store does not report the pages that it loses. A page that a read misses is reported as removed, and as
+    stored when it is written again."""
     stream, prompt = tmp_path / "events", range(96)
     store = MemoryPageStore(1 << 20)
     with build_engine(config(kv_events=f"file:{stream}", disk=None), GEOMETRY, store=store) as engine:
@@ -134,8 +135,8 @@ def test_pages_of_a_custom_store_are_reported_when_found(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.store_process
 def test_pages_of_a_restarted_disk_are_reported_when_found(tmp_path: Path) -> None:
-    """Its last evictions are unknown: its blocks are reported as removed, and as stored again when a read finds
-    them."""
+    """After a restart of the disk its last evictions are unknown. So all blocks of the disk are reported as removed. A
+    block is reported as stored again when a read finds it."""
     stream, prompt = tmp_path / "events", range(96)
     advanced = dataclasses.replace(config().advanced, disk_reopen_backoff_s=1e-3)
     settings = config(kv_events=f"file:{stream}", disk=_disk(tmp_path), advanced=advanced)
@@ -167,7 +168,8 @@ def _index_of(engine: CacheEngine, path: Path) -> BlockIndex:
 
 
 def test_a_subscriber_in_another_process_has_the_blocks_of_the_tiers(tmp_path: Path) -> None:
-    """Over ZeroMQ, decoded with twins of vLLM's classes; batches from before the subscription are replayed."""
+    """A subscriber in another process receives events over ZeroMQ and decodes them with twins of vLLM's classes.
+    Batches from before its subscription are replayed."""
     subscribe(tmp_path)
 
 
@@ -180,7 +182,7 @@ def test_a_reader_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
     advanced = dataclasses.replace(config().advanced, kv_events_queue_blocks=8)
     with build_engine(config(kv_events=f"file:{pipe}", advanced=advanced), GEOMETRY) as engine:
         number = 0
-        while engine.stats()["kv_events.dropped_batches"] < 5:  # the pipe takes 64 KiB
+        while engine.stats()["kv_events.dropped_batches"] < 5:  # a pipe holds 64 KiB
             number += 1
             serve(engine, f"r{number}", range(number * 100, number * 100 + 96))
         read = b""
@@ -207,8 +209,8 @@ def _available(reader: int) -> bytes:
 
 
 def test_a_server_tells_its_events_and_records_its_requests(tmp_path: Path) -> None:
-    """`hicache serve --kv-events` writes what its requests stored, and ends the stream. With --record every request is
-    in the trace with its lengths, and a repeated prompt hits in the replay."""
+    """`hicache serve --kv-events` writes the events of its requests, and ends the stream. With --record every request
+    is in the trace with its lengths, and a repeated prompt hits in the replay."""
     stream, recorded = tmp_path / "events", tmp_path / "trace.jsonl"
     first, second = list(range(100, 164)), list(range(180, 244))
     with serving(tmp_path, *TINY, "--kv-events", f"file:{stream}", "--record", str(recorded)) as server:

@@ -13,7 +13,7 @@ from hicache.pages.events import EventLog, Medium, block_hash
 from hicache.pages.names import PromptPages
 
 SIZE, MEDIA = 2, get_args(Medium)
-# Prompts that share beginnings: a key names a block and all before it.
+# Prompts that share beginnings. A key names a block and all blocks before it.
 TEXTS = ("abcdefgh", "abcdxyz", "abq", "0123456789", "012abc")
 
 
@@ -30,7 +30,7 @@ class History:
         self.dice, self.log, self.reader = random.Random(seed), EventLog(), BlockIndex()
         self.held: dict[str, set[bytes]] = {medium: set() for medium in MEDIA}
         self.parents: dict[bytes, bytes | None] = {}
-        self.deleted = set[bytes]()  # what the disk told that it removed
+        self.deleted = set[bytes]()  # keys whose removal the disk has reported
         self.num_untold = 0
 
     def step(self) -> None:

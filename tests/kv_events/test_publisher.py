@@ -1,4 +1,4 @@
-"""The publisher's queue and numbers, the file's lines, the wire's bytes, and settings that cannot be used."""
+"""The publisher: its queue and sequence numbers, the lines of its file, its bytes on the wire, and invalid settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from waiting import BOUND_S
 
 
 class HeldSink:
-    """Holds the publisher's thread until `open()`; then fails for the batches in `fails`."""
+    """A sink that blocks the publisher's thread until `open()`. Then the sink raises for the batches in `fails`."""
 
     poll_s: float | None = None
 
@@ -41,7 +41,7 @@ class HeldSink:
         self.batches.append(batch)
 
     def serve(self) -> None:
-        """No subscriber sends a request."""
+        """Do nothing: no subscriber sends a request."""
 
     def open(self) -> None:
         self._opened.set()
@@ -55,13 +55,13 @@ def _keys(first: int, count: int) -> list[bytes]:
 
 
 def _pages(number: int) -> PromptPages:
-    """Ten of a prompt of their own."""
+    """Ten pages of a prompt that no other number has."""
     return PromptPages(_keys(10 * number, 10), None, np.arange(20, dtype=np.int64), "")
 
 
 def test_a_frozen_sink_delays_no_call_and_losses_are_gaps() -> None:
-    """While the sink hangs, every call returns. Events that exceed the queue or fail are missing and counted; the
-    others are in order. The stream begins and ends with a clear event."""
+    """While the sink hangs, every call returns. Events beyond the queue's limit, and events that fail, are missing and
+    counted. All other events are in order. The stream begins and ends with a clear event."""
     log, metrics, sink = EventLog(), Metrics(), HeldSink(fails=[2])
     publisher = EventPublisher(log, sink, 100, metrics)
     publisher.start()
@@ -69,7 +69,7 @@ def test_a_frozen_sink_delays_no_call_and_losses_are_gaps() -> None:
     for number in range(1, 41):
         log.stored(_pages(number), "GPU")
         publisher.publish()
-        publisher.publish()  # nothing changed: no batch
+        publisher.publish()  # no change, so no batch
     sink.open()
     assert publisher.close(BOUND_S) and sink.closed
     numbers = [batch.sequence for batch in sink.batches]
@@ -87,7 +87,7 @@ def _batch(sequence: int, changes: Sequence[PageChange]) -> EventBatch:
 
 
 def _known_batch() -> EventBatch:
-    """Three pages of 2 tokens behind another, of which one goes."""
+    """A batch that stores three pages of 2 tokens after another page, and removes one of them."""
     keys = _keys(1, 3)
     stored = PagesStored(keys, _keys(7, 1)[0], np.arange(6, dtype=np.int64), "", "CPU")
     return _batch(3, [stored, PagesRemoved(keys[1:2], "CPU"), AllRemoved()])
@@ -110,7 +110,8 @@ _KNOWN_EVENTS = [
 
 
 def test_a_batch_on_the_wire_is_as_documented(tmp_path: Path) -> None:
-    """The three frames of a batch, live and replayed, from the number that was asked for on; then the end mark."""
+    """A batch has three frames, live and replayed. A replay begins at the requested number and ends with the end
+    mark."""
     sink = sink_of("tcp://127.0.0.1:0", "kv", "tcp://127.0.0.1:0")
     assert isinstance(sink, ZmqSink)
     context = zmq.Context()
@@ -130,7 +131,7 @@ def test_a_batch_on_the_wire_is_as_documented(tmp_path: Path) -> None:
         asking.send((1).to_bytes(8, "big"))
         while not asking.poll(10):
             sink.serve()
-        topic, number, payload = asking.recv_multipart()  # a REQ socket reads one answer
+        topic, number, payload = asking.recv_multipart()  # a REQ socket reads only one answer
         assert (topic, number) == (b"kv", (1).to_bytes(8, "big"))
         assert msgspec.msgpack.decode(payload) == [2.5, [{"type": "AllBlocksCleared"}], 0]
         asking_all = context.socket(zmq.DEALER)
@@ -147,8 +148,9 @@ def test_a_batch_on_the_wire_is_as_documented(tmp_path: Path) -> None:
 
 
 def test_batches_go_out_while_others_are_asked_for_again() -> None:
-    """However often all batches are asked for, one call answers with few of them, and the next comes at once. Each
-    asker gets everything from its number on, in order, what was sent meanwhile too."""
+    """Batches are still published while others are replayed. However often all batches are requested, one call answers
+    with few of them, and the next call comes at once. Each client gets all batches from its number on, in order,
+    including the ones published meanwhile."""
     sink, context = ZmqSink("tcp://127.0.0.1:0", "", "tcp://127.0.0.1:0"), zmq.Context()
     asking, numbers, answers, num_calls = context.socket(zmq.DEALER), list(range(1000)), list[int](), 0
     try:
@@ -161,7 +163,7 @@ def test_batches_go_out_while_others_are_asked_for_again() -> None:
         while answers.count(-1) < 3:
             sink.serve()
             num_calls += 1
-            if sink.poll_s == 0.0:  # an answer is under way
+            if sink.poll_s == 0.0:  # a replay is not finished
                 sink.send(_batch(len(numbers), [AllRemoved()]))
                 numbers.append(len(numbers))
             while asking.poll(0 if sink.poll_s == 0.0 else 10):
@@ -177,7 +179,8 @@ def test_batches_go_out_while_others_are_asked_for_again() -> None:
 
 
 def test_long_runs_become_events_of_few_blocks() -> None:
-    """A long prompt is told in parts whose parents are the blocks before them, and reads back as one chain."""
+    """A long prompt becomes several events. The parent of each is the block before it, and together they are one
+    chain."""
     keys = _keys(0, 300)
     stored = PagesStored(keys, None, np.arange(600, dtype=np.int64), "", "GPU")
     parts = list(stored.blocks(64))
@@ -187,7 +190,8 @@ def test_long_runs_become_events_of_few_blocks() -> None:
 
 
 def test_lines_are_as_documented_and_appended(tmp_path: Path) -> None:
-    """Token ids are prompts: a new file is its user's alone. The mode of one that is there is kept."""
+    """Lines are appended in the documented form. Because token ids reveal prompts, a new file is readable only by its
+    user. The mode of an existing file is kept."""
     sink_of(f"file:{tmp_path}/new").close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
     path = tmp_path / "events"
@@ -203,7 +207,7 @@ def test_lines_are_as_documented_and_appended(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_causes_a_gap_and_complete_lines_after_it() -> None:
-    """A line that could not be written fails, and the next begins a line of its own."""
+    """A line that could not be written counts as failed, and the next line begins on a new line."""
     sink = FileSink("/dev/full")
     with pytest.raises(OSError, match="No space"):
         sink.send(_batch(0, [AllRemoved()]))
@@ -217,7 +221,8 @@ def test_a_full_disk_causes_a_gap_and_complete_lines_after_it() -> None:
 
 
 def test_addresses_that_cannot_be_used_say_so(tmp_path: Path) -> None:
-    """A port in use, an address of another machine, a folder, a pipe without a reader: one line with the setting."""
+    """A port in use, an address of another machine, a folder, and a pipe without a reader are refused in one line with
+    the setting."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"kv_events={address}"):

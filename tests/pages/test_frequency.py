@@ -1,4 +1,5 @@
-"""The policy `auto`: its ranks against a naive sum over all uses, its hit rates compared with those of `lru`."""
+"""The policy `auto`: its ranks compared with a naive sum over all uses, and its hit rates compared with those of
+`lru`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ HALF_LIFE = 200.0
 
 
 def hits(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
-    """Blocks of the requests that were held when they came."""
+    """The number of blocks that hit when their request arrived."""
     cache = CacheSimulation(ReplaySettings(capacity, policy=policy))
     num_hits = sum(cache.serve(request).device for request in requests)
     cache.check()
@@ -29,7 +30,7 @@ def hits(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
 
 
 def tree_of(half_life: float) -> tuple[RadixTree, DevicePages, FadingFrequency]:
-    """A tree of pages of one token under `auto`, whose half-life stays."""
+    """A tree of pages of one token under `auto`, with a constant half-life."""
     tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
     policy = tree.pages[FULL].order.policy
     assert isinstance(policy, FadingFrequency)
@@ -38,10 +39,11 @@ def tree_of(half_life: float) -> tuple[RadixTree, DevicePages, FadingFrequency]:
 
 
 def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted() -> None:
-    """Against a model that keeps every use of every prompt for ever. No prompt is a part of another."""
+    """The victim has the least faded uses, including uses before its last eviction. The test compares it with a model
+    that keeps every use of every prompt. No prompt is a part of another."""
     dice, (tree, pages, policy) = random.Random(1), tree_of(HALF_LIFE)
     prompts = [np.arange(100 * n, 100 * n + dice.randrange(4, 12)) for n in range(14)]
-    uses: dict[int, list[int]] = {}  # of the last page of each prompt
+    uses: dict[int, list[int]] = {}  # by prompt: the uses of its last page
     seen, evictions = 0, 0
     for _ in range(1500):
         number = min(int(dice.expovariate(0.3)), len(prompts) - 1)
@@ -66,7 +68,7 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
 
 
 def test_a_use_counts_when_it_is_reported() -> None:
-    """Expecting or unlocking a page is no use of it, even while the hits of a running request are counted."""
+    """Expecting or unlocking a page does not count as a use, even while the hits of a running request are counted."""
     tree, pages, _ = tree_of(1 << 40)
     for n in range(50):
         tree.insert(tree.root, np.array([n]), torch.ones(1, dtype=torch.int64))
@@ -87,7 +89,7 @@ def test_no_priority_lasts_for_ever() -> None:
         tree.insert(tree.root, tokens, torch.zeros(8, dtype=torch.int64))
     once, used = (tree.node_at(tree.match(tokens), 8) for tokens in (np.arange(8), np.arange(8, 16)))
     tree.raise_priority(once, 1 << 30)
-    for _ in range(8):  # half-lives, each
+    for _ in range(8):  # half-lives in each step
         tree.begin_use(used.rows)
         tree.touch(used)
     assert tree.node_of(pages.take(1)[0]) is once
@@ -98,7 +100,7 @@ def _number(node) -> int:  # type: ignore[no-untyped-def]
 
 
 def multi_turn(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
-    """Chats over a few system prompts, of which some are alive at a time."""
+    """Chats over a few system prompts. A few chats are active at a time."""
     systems, chats, requests = [fresh(8) for _ in range(5)], [], []
     for _ in range(800):
         if len(chats) < 60 or dice.random() < 1 / 8:
@@ -114,7 +116,7 @@ def multi_turn(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> lis
 
 
 def one_shot(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
-    """Half of the requests ask about documents of unequal popularity, half come once."""
+    """Half of the requests ask about documents of unequal popularity; each of the others is made once."""
     documents = [fresh(int(dice.integers(30, 120))) for _ in range(100)]
     shares = 1 / np.arange(1, 101) ** 1.2
     return [
@@ -126,7 +128,7 @@ def one_shot(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[
 
 
 def scans(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
-    """A loop over more pages than fit, with frequent prompts in between."""
+    """A loop over more pages than the tier holds, with frequent prompts between the pages."""
     loop, often = [fresh(30) for _ in range(120)], [fresh(30) for _ in range(20)]
     return [loop[n % 120] if dice.random() < 0.6 else often[int(dice.integers(20))] for n in range(600)]
 
@@ -157,7 +159,7 @@ def generated(shape: Callable[..., list[Tokens]], seed: int) -> list[Tokens]:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", [multi_turn, one_shot, scans, drifting])
 def test_it_hits_no_less_than_lru(shape: Callable[..., list[Tokens]], seed: int) -> None:
-    """At most 2 % less at any capacity; the replay ends with a check of the tree."""
+    """`auto` hits at most 2 % less than `lru` at any capacity. The replay ends with a check of the tree."""
     requests = generated(shape, seed)
     for capacity in (300, 1000):
         assert hits(requests, "auto", capacity) >= 0.98 * hits(requests, "lru", capacity), capacity

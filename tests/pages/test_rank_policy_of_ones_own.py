@@ -1,4 +1,4 @@
-"""An eviction policy of one's own on the host: ranks of rows in one file, and an entry in the table of policies."""
+"""A custom eviction policy for host pages: ranks of rows in one file, and an entry in the table of policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = [[b"a0", b"a1"], [b"b0", b"b1", b"b2", b"b3"], [b"c0", b"c1", b"c2"]]
 
 
 def test_a_rank_policy_of_ones_own_is_one_file() -> None:
-    """Its file imports rows and policies, and nothing else of the project."""
+    """The file of a custom policy imports only rows and policies from the project."""
     names = {getattr(value, "__module__", None) for value in vars(deepest_first).values()}
     ours = {name for name in names if name is not None and name.startswith("hicache")}
     assert ours <= {"hicache.pages.policy", "hicache.pages.table"}
@@ -25,8 +25,8 @@ def test_a_rank_policy_of_ones_own_is_one_file() -> None:
     ("policy", "expected"), [("deepest", "b3 c2 b2 c1 b1 a1 c0 b0 a0"), ("lru", "a1 a0 b3 b2 b1 b0 c2 c1 c0")]
 )
 def test_it_ranks_the_pages_that_a_tier_evicts(policy: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tier evicts the deepest pages of all prompts first, of equals the youngest; under lru the oldest prompt, from
-    its end."""
+    """With the custom policy the tier evicts the deepest pages of all prompts first, and of equally deep ones the
+    youngest. With lru the tier evicts the oldest prompt from its end."""
     monkeypatch.setitem(RANK_POLICIES, "deepest", DeepestFirst)
     tier = TierPages(BlockPool(9), policy)
     for keys in PROMPTS:

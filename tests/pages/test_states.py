@@ -27,7 +27,7 @@ def pool_of(num_pages: int) -> HostPagePool:
 
 
 def prompt_of(dice: random.Random, texts: list[list[int]]) -> list[bytes]:
-    """The beginning of a text, which may go on in another way; a key names a page and all before it."""
+    """The beginning of a text, which sometimes continues differently. A key names a page and all pages before it."""
     blocks = dice.choice(texts)[: dice.randrange(1, 25)]
     if dice.random() < 0.3:
         blocks = blocks[: dice.randrange(len(blocks) + 1)] + [dice.randrange(3) for _ in range(dice.randrange(1, 6))]
@@ -58,8 +58,8 @@ class Model:
             self.num_evicted += 1
 
     def next_victim(self) -> bytes:
-        """The next victim: of unlocked pages that no page follows, the one with the lowest class and rank; of equals,
-        the youngest. The first pages of a prompt that the tier above has may leave though others follow."""
+        """The next victim: the page with the lowest class and rank among unlocked pages that no page follows; of
+        equals, the youngest. A page that the tier above also has may be evicted although other pages follow it."""
         order, table = self.tier.order, self.tier.table
         locks = Counter(key for keys in self.locked for key in keys)
         locks.update(self.kept_in_place)
@@ -81,7 +81,7 @@ class Model:
     # Events
 
     def request(self) -> None:
-        """Of a prompt what the tier lacks is reserved, as far as there is room; what is behind a gap stays."""
+        """Reserve the pages of a prompt that the tier lacks, as far as there is capacity. Pages after a gap stay."""
         keys, tier = prompt_of(self.dice, self.texts), self.tier
         rows = tier.table.add(keys)
         absent = ~tier.has(rows, HELD | IN_FLIGHT)
@@ -97,7 +97,7 @@ class Model:
             self.flying.append(taken)
 
     def reserve_second(self) -> None:
-        """Some pages in flight did not fit."""
+        """Some pages in flight do not fit when packed and need a second pool page."""
         if self.flying:
             rows = self.dice.choice(self.flying)
             rows = rows[(self.tier.second_pool_page[rows] == 0) & (np.arange(len(rows)) % 3 == 0)]
@@ -131,7 +131,8 @@ class Model:
         self.tier.order.raise_priority(rows, self.dice.randrange(3))
 
     def hint(self) -> None:
-        """A prompt is kept for some seconds, of which one passes, or is expected, or will be used more often."""
+        """Give a prompt a hint: it is kept for some seconds, one of which passes; or it is expected; or more uses are
+        announced."""
         self.now_s += 1
         self.tier.order.expire(self.now_s)
         rows, kind = self.tier.held(prompt_of(self.dice, self.texts)), self.dice.randrange(4)
@@ -146,7 +147,7 @@ class Model:
             self.tier.expect_uses(rows, 3)
 
     def to_above(self) -> None:
-        """The tier above computes or loads a prompt."""
+        """Let the tier above compute or load a prompt."""
         keys = prompt_of(self.dice, self.texts)
         rows = self.tier.table.find(keys)
         rows = rows[rows >= 0]
@@ -154,7 +155,7 @@ class Model:
         self.above.update(self.tier.table.keys_of(rows[self.tier.has(rows, HELD | IN_FLIGHT)]))
 
     def off_above(self) -> None:
-        """The tier above evicts the end of a prompt with the pages after it."""
+        """Let the tier above evict the end of a prompt with all pages after it."""
         keys = prompt_of(self.dice, self.texts)
         gone = [key for key in self.above if key.startswith(keys[-1])]
         self.tier.left_above(self.tier.table.find(gone))
@@ -180,8 +181,8 @@ class Model:
 def test_what_leaves_is_what_should(
     policy: str, seed: int, is_exclusive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over random histories of every verb, with failures: each page that leaves is the one that the rule says, nothing
-    that is locked leaves, of a prompt the end leaves first, and sums and states agree after each verb."""
+    """Random histories use every verb, with failures. Each evicted page is the one that the rule names, no locked page
+    is evicted, and the end of a prompt is evicted first. Sums and states agree after each verb."""
     monkeypatch.setattr(PageTable, "many", 1 if is_exclusive else PageTable.many)  # index by slices, or by numbers
     model = Model(policy, seed, is_exclusive=is_exclusive)
     verbs = [model.request, model.request, model.land, model.land, model.lock, model.unlock, model.use, model.hint]
@@ -204,13 +205,13 @@ def test_what_leaves_is_what_should(
 
 
 def test_a_large_tier_evicts_what_a_small_one_would() -> None:
-    """From a batch of victims, of which pages were used since it was chosen: of all prompts the one used longest ago
-    loses pages, from its end on."""
+    """A large tier evicts from a batch of victims, some of which were used after they were chosen. The prompt that was
+    used longest ago loses its pages first, from its end on."""
     dice, tier, used = random.Random(0), TierPages(pool_of(4000), "lru"), dict[int, list[bytes]]()
     for _ in range(600):
         name = dice.randrange(140)
         keys = used.pop(name, [b"%d %d" % (name, at) for at in range(50)])
-        used[name] = keys  # the last is the one used last
+        used[name] = keys  # the most recently used prompt is last
         rows = tier.table.add(keys)
         tier.complete(tier.reserve(rows[~tier.has(rows)], COPY))
         tier.use(rows)
@@ -274,8 +275,8 @@ def test_pages_that_queued_requests_need_leave_last_and_are_not_discarded() -> N
 
 
 def test_a_page_stays_whose_follower_was_put_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large tier has chosen a batch of victims. Then a page of it gets another place, and a lock: the page before it
-    does not leave."""
+    """A large tier has chosen a batch of victims. Then one of its pages gets another rank and a lock. The page before
+    it is not evicted."""
     monkeypatch.setattr(hicache.pages.order, "_SMALL", 0)
     tier = _tier_with("lru", [b"z"], [b"a0", b"a1"], [b"b"])
     tier.drop(tier.order.take(1))
@@ -292,7 +293,8 @@ def test_a_page_stays_whose_follower_was_put_elsewhere(monkeypatch: pytest.Monke
 
 
 def test_a_victim_that_was_not_evicted_is_a_victim_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An eviction from a large tier raises before it changes anything. The page in front of its victim stays."""
+    """An eviction from a large tier raises before it changes anything. The page before its victim stays, and the victim
+    is chosen again."""
     monkeypatch.setattr(hicache.pages.order, "_SMALL", 0)
     tier = _tier_with("lru", [b"a0", b"a1", b"a2"])
     victim = tier.order.take(1)
@@ -315,7 +317,7 @@ def test_kept_pages_stay_within_their_limit() -> None:
 
 
 def test_paths_name_a_page_whose_row_was_that_of_another() -> None:
-    """`with_paths` knows rows by age: it finds a row again if another page has got the row since."""
+    """`with_paths` distinguishes rows by age: if another page has got a row, the row counts as new."""
     tier = _tier_with("lru", [b"a0", b"a1"])
     table, seen = tier.table, Seen()
     table.add_columns(seen)
@@ -328,8 +330,8 @@ def test_paths_name_a_page_whose_row_was_that_of_another() -> None:
 
 
 def test_of_pages_that_the_tier_above_has_the_last_ones_leave_first() -> None:
-    """The device keeps the pages longest that came or were used last. The beginning of a prompt leaves before its end:
-    a request that needs the end finds the beginning on the device."""
+    """The host evicts pages first that the device keeps longest, because they arrived or were used last. The host
+    evicts the beginning of a prompt before its end: a request that needs the end finds the beginning on the device."""
     prompts = [[b"a0", b"a1"], [b"b0", b"b1"]]
     tier = _tier_with("lru", *prompts)
     tier.is_exclusive = True
@@ -341,7 +343,8 @@ def test_of_pages_that_the_tier_above_has_the_last_ones_leave_first() -> None:
 
 
 def test_a_page_that_was_used_after_it_entered_a_batch_does_not_leave_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large tier has chosen a batch of victims. A page that comes to a place within it is used before it leaves."""
+    """A large tier has chosen a batch of victims. A page of the batch that a request used since then is not evicted
+    with the batch, even if the page returns to its old position in the order."""
     monkeypatch.setattr(hicache.pages.order, "_SMALL", 0)
     monkeypatch.setattr(hicache.pages.order, "_LEAST_BATCH", 3)
     keys = [b"%d" % number for number in range(8)]

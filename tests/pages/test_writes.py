@@ -1,4 +1,4 @@
-"""The pages that a store gets next, its write budget, and the memory of their uses."""
+"""The pages that a store gets next, its write budget, and its record of their uses."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ EVENTS = ("SPENT", "REFILLED", "DRAIN", "RESUME")
 
 
 class Scenario:
-    """A tier of `NUM_PAGES` pages over a disk, whose budget is one page per second."""
+    """A tier of `NUM_PAGES` pages over a disk whose budget is one page per second."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.tier = TierPages(BlockPool(NUM_PAGES), "lru")
         self.budget = WriteBudget(1.0, self.clock)
         self.source = WriteSource(self.tier, 1, NUM_PAGES // 2)
-        self.uses = PageUses(1009)  # no multiple of 2: keys are shorter than a name
+        self.uses = PageUses(1009)  # not a multiple of 2, because the keys of this test are shorter than real names
         self.writes = WriteScheduler([self.source], DISK, self.budget, self.uses)
 
     def add(self, *keys: bytes) -> Rows:
-        """New pages of one prompt."""
+        """Add new pages of one prompt."""
         rows = self.tier.complete(self.tier.reserve(self.tier.table.add(keys), COPY))
         self.writes.arrived(self.source, rows)
         return rows
@@ -43,14 +43,14 @@ class Scenario:
         return [key for _, rows in self.writes.next_round() for key in self.tier.table.keys_of(rows)]
 
     def answer(self, keys: list[bytes], num_taken: int) -> None:
-        """The store has answered for these pages and took the first ones."""
+        """Report the store's answer for these pages: it accepted the first `num_taken` pages."""
         rows = self.tier.table.find(keys)
         self.budget.spend(num_taken, len(rows))
         self.tier.written(rows, np.arange(len(rows)) < num_taken, DISK.bit)
         self.writes.answered(len(rows))
 
     def enter(self, mode: WriteMode) -> None:
-        """Bring the disk to a mode."""
+        """Bring the disk to the mode `mode`."""
         if mode is WriteMode.COLD:
             self.add(b"cold")
             assert self.next_round() == []
@@ -76,7 +76,7 @@ class Scenario:
 
 @pytest.mark.parametrize(("mode", "event"), [*product(WriteMode, EVENTS)])
 def test_each_event_leads_to_the_mode_that_the_module_documents(mode: WriteMode, event: str) -> None:
-    """An event without a row in the table of the module changes nothing."""
+    """Each event leads to the mode in the table of the module. An event without a row in the table changes nothing."""
     assert writes.__doc__ is not None
     lines = [line.split("|")[1:-1] for line in writes.__doc__.splitlines() if line.strip().startswith("| ")]
     (heads, *table) = ([cell.strip() for cell in line] for line in lines)
@@ -90,9 +90,9 @@ def test_each_event_leads_to_the_mode_that_the_module_documents(mode: WriteMode,
 
 @pytest.mark.parametrize("event", ["DRAIN", "REFILLED"])
 def test_a_store_gets_pages_early_then_cold_ones_and_everything_at_the_end(event: str) -> None:
-    """Pages are written in order of arrival until a quarter of the bucket is spent. Then the colder half is written:
-    pages that several requests used, and the others while half of the bucket is left. A drain or a full bucket writes
-    all pages that the store lacks, first pages first."""
+    """Pages are written in order of arrival until a quarter of the bucket is spent. Then only the colder half is
+    written: pages that several requests used, and other pages while half of the bucket is left. A drain or a full
+    bucket writes all pages that the store lacks, the first pages of prompts first."""
     scenario = Scenario()
     prompts = [[b"%d.%d" % (prompt, page) for page in range(10)] for prompt in range(4)]
     scenario.clock.now_s += BUCKET_S
@@ -124,8 +124,9 @@ def test_a_store_gets_pages_early_then_cold_ones_and_everything_at_the_end(event
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_drain_writes_each_page_of_the_tier_once(seed: int) -> None:
-    """This holds after arrivals, evictions, uses, seconds and refused pages in any order. No round has a page that the
-    store has or gets, which `begin_write` asserts, and no page of an ended session."""
+    """After arrivals, evictions, uses, seconds and refused pages in any order, a drain writes each page of the tier
+    once. No round has a page that the store has or is writing, which `begin_write` asserts, and no page of an ended
+    session."""
     dice, scenario, names = random.Random(seed), Scenario(), iter(range(1000))
     tier, written, chosen = scenario.tier, set[bytes](), list[bytes]()
     for _ in range(200):
@@ -159,22 +160,24 @@ def test_a_drain_writes_each_page_of_the_tier_once(seed: int) -> None:
 
 
 def test_a_store_that_writes_within_a_budget_gets_nothing_that_the_tier_above_has() -> None:
-    """The tier can evict such a page without loss."""
+    """A store with a write budget gets no page that the tier above also has, because evicting such a page loses
+    nothing."""
     scenario = Scenario()
     keys, tier = [b"a0", b"a1", b"b0", b"b1"], scenario.tier
     scenario.add(*keys[:2])
     scenario.add(*keys[2:])
     tier.is_exclusive = True
     tier.came_above(tier.held(keys[:2]))
-    tier.pool.alloc(tier.pool.available())  # so that the colder half has all pages
+    tier.pool.alloc(tier.pool.available())  # fills the tier, so that all pages are in the colder half
     scenario.clock.now_s += 20.0  # two thirds of the bucket are full
     assert scenario.next_round() == keys[2:]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_interval_has_more_than_its_budget(seed: int) -> None:
-    """If each write that fits is made, no interval has more than its seconds and the bucket allow, and no minute more
-    than one and a half of its budget. Pages that the store had cost nothing, and in the long run all is used."""
+    """If each write that fits is made, no interval has more bytes than its seconds and the bucket allow, and no minute
+    more than one and a half times its budget. Pages that the store already had cost nothing. In the long run the budget
+    is used up."""
     dice, now_s, rate = random.Random(seed), 0.0, 100.0
     budget, written, in_flight = WriteBudget(rate, lambda: now_s), list[tuple[float, int]](), list[int]()
     for _ in range(2000):
@@ -200,7 +203,7 @@ def test_no_interval_has_more_than_its_budget(seed: int) -> None:
 
 
 def test_a_crash_loop_writes_no_more_than_one_process() -> None:
-    """Processes that end after two seconds each, and make each write that fits, keep to the rate together."""
+    """Processes that end after two seconds each, and make each write that fits, together stay within the rate."""
     clock, rate, num_written = Clock(), 100.0, 0
     begin_s = clock.now_s
     for _ in range(50):
@@ -215,8 +218,8 @@ def test_a_crash_loop_writes_no_more_than_one_process() -> None:
 
 
 def test_uses_outlive_the_pages_and_the_table_is_bounded() -> None:
-    """A page counts as used twice from its second use on, unless another page has its entry. A table with too few
-    entries forgets pages, and never takes one page for another."""
+    """A page counts as used twice from its second use on, unless another page has its entry. A table that is too small
+    forgets pages, but never confuses two pages."""
     names = names_of([hashlib.sha256(bytes([n // 256, n % 256])).digest() for n in range(3000)])
     uses = PageUses(1 << 16)
     uses.use(names[:100])
@@ -231,7 +234,7 @@ def test_uses_outlive_the_pages_and_the_table_is_bounded() -> None:
 
 
 def test_a_page_that_is_read_was_not_written_in_vain() -> None:
-    """Each written page counts as read once, however often it is read. A use of it changes nothing."""
+    """Each written page counts as read once, however often it is read. A use does not count as a read."""
     names = names_of([hashlib.sha256(bytes([n])).digest() for n in range(20)])
     uses = PageUses()
     uses.write(names, 15)

@@ -1,4 +1,5 @@
-"""`hicache plan`: bytes are those of the pools that get built, operations those that PyTorch counts; memory adds up."""
+"""`hicache plan`: its bytes are those of the built pools, its operations are those that PyTorch counts, and memory adds
+up."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ KINDS = [
     "kimi_linear",
     "falcon_h1",
 ]
-GPU = Gpu("test", 260 * MIB, 1e12, 100e12, 50e9)  # 256 MiB of it are staging
+GPU = Gpu("test", 260 * MIB, 1e12, 100e12, 50e9)  # 256 MiB of its memory are staging
 SMALL = PlanRequest(max_running=2, chunk_tokens=64, max_context_len=256, host_bytes=2 * MIB, disk_bytes=4 * MIB)
 
 
@@ -43,7 +44,7 @@ def described(row: str, folder: Path, **changes: Any) -> PlannedModel:
 
 
 def built(plan: MemoryPlan, model: PlannedModel, num_gpus: int = 1) -> tuple[int, dict[str, float]]:
-    """Bytes of the buffers of one GPU's pools as the factory makes them, and the engine's figures."""
+    """Bytes of the buffers of one GPU's pools as the factory builds them, and the engine's figures."""
     config = dataclasses.replace(plan.config, device="cpu", disk=None)
     with build_engine(config, share_of(model.geometry, num_gpus)) as engine:
         spaces = engine.pool.slot_spaces
@@ -53,8 +54,9 @@ def built(plan: MemoryPlan, model: PlannedModel, num_gpus: int = 1) -> tuple[int
 
 @pytest.mark.parametrize("row", KINDS)
 def test_the_pools_take_the_planned_bytes(row: str, tmp_path: Path) -> None:
-    """From the configuration alone the plan knows the bytes of every pool, windows and states included; weights, pools
-    and workspace are the memory of the GPU; host tokens are those of the host pool; one page more would not fit."""
+    """From the configuration alone the plan knows the bytes of every pool, including windows and states. Weights, pools
+    and workspace are the memory of the GPU. Host tokens are those of the host pool. A plan with one more page would not
+    fit."""
     model = described(row, tmp_path)
     weights = tiny_family(row, "cpu")
     assert model.weight_bytes == sum(weight.nbytes for weight in weights.parameters())
@@ -76,7 +78,7 @@ def test_the_pools_take_the_planned_bytes(row: str, tmp_path: Path) -> None:
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# As each publishes them; where sizes are missing they are the defaults of transformers.
+# The published configuration of each model. Missing sizes are the defaults of transformers.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA | dict(zip(SIZES, (4096, 14336, 32, 32), strict=True)),
     "llama-3.1-70b": LLAMA | dict(zip(SIZES, (8192, 28672, 80, 64), strict=True)),
@@ -116,7 +118,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "name", [name if name == "qwen3-8b" else pytest.param(name, marks=pytest.mark.long) for name in PRESETS]
 )
 def test_a_known_model_is_what_transformers_makes_of_its_configuration(name: str, tmp_path: Path) -> None:
-    """Geometry, weights and work that are written down are those of the configuration that it publishes."""
+    """The recorded geometry, weights and work of a known model are those that transformers computes from its published
+    configuration."""
     (tmp_path / f"{name}.json").write_text(json.dumps({"dtype": "bfloat16", **PUBLISHED[name]}))
     assert read_model(str(tmp_path / f"{name}.json")) == PRESETS[name]
 
@@ -125,8 +128,8 @@ def test_a_known_model_is_what_transformers_makes_of_its_configuration(name: str
     ("row", "num_gpus"), [("llama", 3), ("deepseek_v3", 2), ("mimo_v2_flash", 8), ("qwen3_next", 2)]
 )
 def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> None:
-    """The pools of each GPU's share are built as planned, and memory adds up on each; heads are shared out until one is
-    left, latent rows are whole everywhere."""
+    """The pools of each GPU's share are built as planned, and memory adds up on each GPU. Heads are divided until one
+    is left; latent rows are complete on every GPU."""
     model = described(row, tmp_path)
     plan = plan_memory(
         model, GPU, dataclasses.replace(SMALL, num_gpus=num_gpus, host_bytes=num_gpus * 2 * MIB, disk_bytes=0)
@@ -143,8 +146,8 @@ def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("row", "stored"), [("llama", 2), ("deepseek_v3", 1), ("kimi_linear", 1)])
 def test_the_disk_has_latent_rows_once(row: str, stored: int, tmp_path: Path) -> None:
-    """Two GPUs store the rows of a token `stored` times, so the disk has capacity for that many times fewer tokens;
-    states are stored by each. The budget of each process is the path's."""
+    """Two GPUs store the rows of a token `stored` times, so the disk has capacity for `stored` times fewer tokens. Each
+    GPU stores its states. All processes share the budget of the path."""
     model = described(row, tmp_path, **({"num_attention_heads": 4, "num_key_value_heads": 4} if row == "llama" else {}))
     request = dataclasses.replace(SMALL, num_gpus=2, host_bytes=4 * MIB, disk_bytes=64 * MIB)
     plan = plan_memory(model, GPU, request)
@@ -159,7 +162,8 @@ def test_the_disk_has_latent_rows_once(row: str, stored: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("row", ["gpt2", "mixtral", "deepseek_v3", "gemma3_text", "hrm_text"])
 def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> None:
-    """A pass over 9 tokens has the formula's operations, where every query meets every key and the head every token."""
+    """A pass over 9 tokens has the operations of the formula. In the counted pass every query attends to every key, and
+    the head computes every token."""
     work, n = described(row, tmp_path).work, 9
     model = tiny_family(row, "cpu")
     model.set_attn_implementation("eager")
@@ -174,8 +178,8 @@ def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("row", "of_model"), [("llama4_text", {"interleave_moe_layer_step": 2}), ("granitemoe", {})])
 def test_of_experts_those_that_a_token_chooses_count(row: str, of_model: dict[str, Any], tmp_path: Path) -> None:
-    """Twice the experts add only rows of the router to the work of a token, also in families that multiply with all
-    experts. One more chosen expert adds its weights."""
+    """Doubling the experts only adds rows of the router to the work of a token, also in families that multiply with all
+    experts. Choosing one more expert adds the weights of an expert."""
     few, many, more = (
         described(row, tmp_path / name, num_local_experts=experts, num_experts_per_tok=chosen, **of_model)
         for name, experts, chosen in (("few", 4, 1), ("many", 8, 1), ("more", 8, 2))
@@ -188,14 +192,14 @@ def test_of_experts_those_that_a_token_chooses_count(row: str, of_model: dict[st
 
 
 def counted(counter: FlopCounterMode) -> int:
-    """Operations without those of rotary frequencies, which the formula leaves out."""
+    """The counted operations without those of rotary frequencies, which the formula leaves out."""
     counts = counter.get_flop_counts().items()
     rotary = sum(sum(ops.values()) for name, ops in counts if name.split(".")[-1].startswith("rotary"))
     return counter.get_total_flops() - rotary
 
 
 def test_the_work_of_windows_and_chunks_is_bounded() -> None:
-    """Queries and keys are counted one by one, in windows of 4 and chunks of 4."""
+    """The formula equals a count of queries and keys one by one, in windows of 4 and chunks of 4."""
     for n in range(12):
         keys = {
             "full": sum(i + 1 for i in range(n)),
@@ -208,8 +212,9 @@ def test_the_work_of_windows_and_chunks_is_bounded() -> None:
 
 @pytest.mark.parametrize(("row", "link"), [("llama", 1e6), ("gemma3_text", 2e8), ("qwen3_next", 1e3), ("llama", 1e12)])
 def test_the_break_even_is_where_loading_starts_to_pay(row: str, link: float, tmp_path: Path) -> None:
-    """From the break-even on, at every multiple of a page, loading takes no longer than computing, and one page below
-    it takes longer; without one it takes longer at the longest context. Windows bound what is loaded."""
+    """From the break-even on, at every multiple of a page, loading takes at most as long as computing; one page below
+    the break-even, loading takes longer. Without a break-even, loading takes longer at the longest context. Windows
+    limit the loaded bytes."""
     model = described(row, tmp_path)
     gpu = dataclasses.replace(GPU, flops_per_s=1e9, memory_bytes_per_s=0.0, link_bytes_per_s=link)
     plan = plan_memory(model, gpu, SMALL)
@@ -227,7 +232,7 @@ def test_the_break_even_is_where_loading_starts_to_pay(row: str, link: float, tm
 
 
 def test_unknown_rates_give_no_times(tmp_path: Path) -> None:
-    """A GPU of which only the memory is known has a plan without times and without a break-even."""
+    """If only the memory of a GPU is known, its plan has no times and no break-even."""
     model, gpu = described("llama", tmp_path), gpu_of("300MiB")
     times = Times(model, plan_memory(model, gpu, SMALL), Machine(gpu, 1, 1e9))
     assert {(at.compute_s, at.load_s, at.disk_s) for at in times.table()} == {(None, None, None)}
@@ -248,7 +253,7 @@ def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
 
 
 def test_no_sequence_is_longer_than_the_device_tier() -> None:
-    """The longest context of a server is the model's, if the device tier has capacity for it."""
+    """The longest context of a server is that of the model, if the device tier has capacity for it."""
     model = PRESETS["llama-3.1-8b"]
     small, large = (plan_memory(model, gpu_of(size), PlanRequest()) for size in ("24GB", "80GiB"))
     assert small.start.max_context_len == small.config.max_context_len == small.tiers[0].num_tokens
@@ -256,7 +261,8 @@ def test_no_sequence_is_longer_than_the_device_tier() -> None:
 
 
 def test_tiers_too_small_for_a_page_are_refused(tmp_path: Path) -> None:
-    """A workspace below what is known of it, and a host or disk tier without room for a page, name their flag."""
+    """A workspace smaller than its known part, and a host or disk tier without capacity for a page, are errors that
+    name the flag."""
     model = described("llama", tmp_path)
     with pytest.raises(ConfigError, match="--workspace"):
         plan_memory(model, GPU, dataclasses.replace(SMALL, workspace_bytes=5))
@@ -269,7 +275,8 @@ def test_tiers_too_small_for_a_page_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_model_are_refused_in_one_line(tmp_path: Path) -> None:
-    """A missing file, other JSON, an unknown type, wrong values, a model that cannot be served."""
+    """A missing file, other JSON, an unknown type, wrong values, and a model that cannot be served are refused in one
+    line."""
     path = tmp_path / "config.json"
 
     wrong = (None, "{", "[1]", "{}", '{"model_type": "novel"}', '{"model_type": "vit"}', '{"model_type": "t5"}')
@@ -282,15 +289,16 @@ def test_files_that_are_no_model_are_refused_in_one_line(tmp_path: Path) -> None
 
 
 def test_weights_are_counted_by_files_bits_or_dtype(tmp_path: Path) -> None:
-    """The index of safetensors says the bytes of the weights, else the configuration's quantisation and dtype do, where
-    modules that a quantisation spares have the dtype's bytes; a method whose bytes are unknown asks for them."""
+    """The index of safetensors gives the bytes of the weights. Without the index the configuration's quantisation and
+    dtype give the bytes; modules that are not quantised have the dtype's bytes. For a quantisation of unknown size, the
+    error asks for the bytes."""
     config = tiny_config("llama", dtype="float32")
     config.save_pretrained(tmp_path)
     plain = read_model(str(tmp_path))
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}}))
-    inner = plain.num_active  # of a dense model: every weight of its layers
+    inner = plain.num_active  # of a dense model: all weights of its layers
     assert read_model(str(tmp_path)).weight_bytes == plain.weight_bytes - 4 * inner + inner * 13 // 16
     spared = 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
     attention = [[f"self_attn.{part}_proj" for part in "qkvo"]]

@@ -34,8 +34,8 @@ def saved(folder: Path, row: str = "llama") -> Path:
 
 
 def write_trace(path: Path, num_rounds: int = 3) -> Path:
-    """Two conversations in turns, whose prompts grow by a block of 512 tokens: in three rounds of 12 blocks 6 were
-    there before."""
+    """Write a trace of two conversations that take turns, and whose prompts grow by a block of 512 tokens. In three
+    rounds, 6 of 12 blocks are repeated."""
     prompts = [list(range(first, first + n)) for n in range(1, num_rounds + 1) for first in (100, 200)]
     lines = [
         {"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
@@ -47,8 +47,8 @@ def write_trace(path: Path, num_rounds: int = 3) -> Path:
 
 @pytest.mark.parametrize("row", ["gemma3_text", "qwen3_next"])
 def test_settings_that_other_commands_accept(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The flags parse as those of `hicache serve` and mean the plan's settings; these build an EngineConfig, and
-    `hicache config` shows them as they are."""
+    """`hicache serve` accepts the printed flags, and they give the plan's settings. The settings of the plan build an
+    EngineConfig, and `hicache config` shows them unchanged."""
     disk = ("--disk", "8MiB", "--disk-path", str(tmp_path / "a store"), "--dtype", "bfloat16")
     plan = planned(capsys, saved(tmp_path / "model", row), *TINY, *disk)
     config = EngineConfig.from_dict(plan["engine"])
@@ -80,8 +80,8 @@ def test_the_flags_start_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory adds up, times grow with length, the rates given are those used, and the hit rates of a trace grow with
-    the tiers up to what was there before."""
+    """Memory adds up, times grow with length, and the given rates are used. The hit rates of a trace grow with the
+    tiers, up to the share of repeated blocks."""
     trace = ("--trace", str(write_trace(tmp_path / "trace.jsonl")))
     plan = planned(capsys, saved(tmp_path / "model"), *TINY, *RATES, *trace, "--disk", "8MiB")
     memory, gpu = plan["memory"], plan["machine"]["gpu"]
@@ -107,8 +107,9 @@ def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_hits_that_a_host_adds(
     row: str, disk: Sequence[str], policy: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under the policy that an engine takes: all of it where both hold different pages, else what it has more than the
-    device. The trace is replayed so."""
+    """The hits that a host adds depend on the write policy that an engine chooses. If device and host hold different
+    pages, all its tokens count; otherwise only those beyond the size of the device. The trace is replayed with this
+    policy."""
     model, trace = saved(tmp_path / "model", row), write_trace(tmp_path / "trace.jsonl", num_rounds=12)
     flags = (*TINY, "--host-memory", host, "--trace", str(trace), *disk)
     plan = planned(capsys, model, *flags)
@@ -122,7 +123,7 @@ def test_hits_that_a_host_adds(
 
 
 def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For several GPUs there are the engine's settings alone, since `hicache serve` uses one."""
+    """For several GPUs the plan only has the engine's settings, because `hicache serve` uses one GPU."""
     model = saved(tmp_path / "model")
     plan = planned(capsys, model, *TINY, "--gpus", "2")
     assert (

@@ -33,7 +33,7 @@ PLACES = [
 
 
 def fresh(cache: Cache, first_token: int = 0) -> Request:
-    """A request that has no prefix, of more tokens than it computes."""
+    """A request without a prefix, with more tokens than it computes."""
     none = torch.empty(0, dtype=torch.int64, device=cache.device)
     return Request(list(range(first_token, first_token + 40)), prefix_indices=none, last_node=cache.root_node)
 
@@ -52,7 +52,7 @@ def row_of(cache: Cache, request: Request) -> list[int]:
 
 
 def in_pages(slots: list[int], page_size: int) -> bool:
-    """Slots of one sequence from its start: each page in order, from its first slot on."""
+    """Whether slots of a sequence from its start are in pages, each filled in order from its first slot on."""
     return all(
         s % page_size == i % page_size and (i % page_size == 0 or s == slots[i - 1] + 1) for i, s in enumerate(slots)
     )
@@ -61,8 +61,8 @@ def in_pages(slots: list[int], page_size: int) -> bool:
 @pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_extend_decode_release(device: str, kernels: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows hold prefix and new slots; decodes append one token or several; chunked prefill keeps its row; in the end
-    all is free or kept."""
+    """Rows hold prefix and new slots. Decodes append one token or several, and chunked prefill keeps its row. In the
+    end each slot is free or in the tree."""
     monkeypatch.setenv("HICACHE_KERNELS", kernels)
     cache = full_cache(80, page_size, device=device)
     allocator, table = cache.token_to_kv_pool_allocator, cache.req_to_token_pool
@@ -89,24 +89,24 @@ def test_extend_decode_release(device: str, kernels: str, page_size: int, monkey
     flat = list(itertools.chain(*held))
     assert len(set(flat)) == len(flat) and min(flat) >= page_size
 
-    # Of request 1 the last tokens have slots, and were not computed.
+    # The last tokens of request 1 have slots, but were not computed.
     for request, uncommitted in zip(requests, (0, 5, 0), strict=True):
         request.kv_committed_len = request.kv_allocated_len - uncommitted
         release_kv_cache(request, cache)
-        release_kv_cache(request, cache)  # the second finds nothing to do
+        release_kv_cache(request, cache)  # the second release does nothing
         assert request.req_pool_idx is None
     assert cache.evictable_size() == sum(n // page_size * page_size for n in (17, 9, 7))
     assert allocator.available_size() + cache.evictable_size() == 80 and table.available_size() == 8
     evict_from_tree_cache(cache, 80)
     assert allocator.available_size() == 80
-    evict_from_tree_cache(None, 4)  # without a tree nothing is evicted
+    evict_from_tree_cache(None, 4)  # without a tree it evicts nothing
     cache.sanity_check()
     table.check()
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_no_more_is_evicted_than_is_missing(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tree is asked to evict what is missing for an allocation, and not at all where nothing is."""
+    """The tree must evict only the slots that an allocation lacks, and none if the allocation lacks none."""
     cache = full_cache(40, page_size)
     runner = FakeRunner(cache)
     for first_token, length in ((0, 8), (100, 8), (200, 12)):
@@ -123,8 +123,8 @@ def test_no_more_is_evicted_than_is_missing(page_size: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_refused_batch_takes_nothing(page_size: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Without enough slots, unlocked pages are evicted first. The error has the tokens requested, available and
-    evictable, the log has the tree, and no row is taken."""
+    """If slots are missing, unlocked pages are evicted first. The error has the requested, available and evictable
+    tokens, the log has the tree, and no row is allocated."""
     cache = full_cache(24, page_size)
     runner, first = FakeRunner(cache), Request(list(range(100, 117)))
     runner.serve(list(range(4)))
@@ -148,7 +148,7 @@ def test_a_refused_batch_takes_nothing(page_size: int, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_backup_undoes_the_allocation(page_size: int) -> None:
-    """The state that comes with slots, restored, makes them free again."""
+    """Restoring the state of the allocator that an allocation returns frees its slots again."""
     cache = full_cache(40, page_size)
     allocator = cache.token_to_kv_pool_allocator
     if page_size == 1:
@@ -163,7 +163,8 @@ def test_a_backup_undoes_the_allocation(page_size: int) -> None:
 
 
 def test_decode_slots_go_on_in_the_page() -> None:
-    """The decode function alone: one slot a request, after its last or from a new page; none left raises."""
+    """Decoding allocates one slot for each request, after its last slot or in a new page. If no slot is left, it
+    raises."""
     cache, seq = full_cache(8, 4), torch.tensor([3, 5])
     held = alloc_paged_token_slots_extend(cache, *(torch.tensor(x) for x in ([0], [0], [2], [2], [-1])), 2)
     assert isinstance(held, torch.Tensor) and held.tolist() == [4, 5]
@@ -175,8 +176,8 @@ def test_decode_slots_go_on_in_the_page() -> None:
 
 
 def test_lengths_that_disagree_are_refused() -> None:
-    """Lengths that do not add up, prefixes without slots, and rows too short raise ShapeError and take nothing; rows
-    that are too short name their setting."""
+    """Lengths that do not add up, prefixes without slots, and rows that are too short raise ShapeError and allocate
+    nothing. For rows that are too short, the error names the setting."""
     cache = full_cache(40, 4, columns=16)
     short = Request([1, 2, 3], prefix_indices=torch.tensor([4, 5]))
     for prefix_lens, seq_lens, setting in (([3], [5], None), ([2], [17], "max_context_len")):
@@ -201,8 +202,8 @@ def test_full_and_window_slots_are_evicted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_indices_of_a_batch_by_position() -> None:
-    """`write_cache_indices` takes the field's eleven arguments in their order, lengths on the host as CPU tensors too,
-    and lengths that disagree are refused."""
+    """`write_cache_indices` takes its eleven arguments by position, in SGLang's order. Lengths on the host may be CPU
+    tensors. Lengths that disagree are refused."""
     table = ReqToTokenPool(4, 8, "cpu", False)
     rows, prefix, seq = torch.tensor([2, 1]), torch.tensor([2, 0]), torch.tensor([3, 2])
     tensors = [torch.tensor([7, 8]), torch.empty(0, dtype=torch.int64)]

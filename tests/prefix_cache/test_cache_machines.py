@@ -1,4 +1,4 @@
-"""The public prefix caches over real pools, driven at random against plain oracles.
+"""Random histories of the public prefix caches over real pools, compared with plain oracles.
 
 After every step the tree and the pools have no violation. Every slot and state is free or has one owner. The contents
 of the tree equal values computed without a cache, and every match is the longest that the contents allow.
@@ -44,23 +44,23 @@ Name = tuple[int, int]
 
 
 def names_of(tokens: list[int], extra_key: str | None, page: int) -> list[Name]:
-    """A name for each token of the whole pages of a prompt: its page's prefix, and where it stands in the page.
+    """A name for each token of the complete pages of a prompt: the prefix of its page, and its position in the page.
 
-    A tree of pages may hold the same tokens twice, in pages that differ further on.
+    A tree of pages may hold the same tokens twice, in pages that differ in later tokens.
     """
     values = prefixes(tokens, extra_key)
     return [(values[start + page - 1], i) for start in range(0, len(tokens) - page + 1, page) for i in range(page)]
 
 
 class Held:
-    """Contents of a tree by name, from a walk over its nodes."""
+    """The contents of a tree by name, from a walk over its nodes."""
 
     def __init__(self, cache: Cache) -> None:
         self.slots: dict[Name, int] = {}
         self.window_of: dict[Name, bool] = {}
         self.states: set[Name] = set()
-        self.contents: dict[int, int] = {}  # slot -> the prefix that it should be the attention state of
-        self.consumed: list[tuple[torch.Tensor, list[int]]] = []  # states, and the tokens that they must have consumed
+        self.contents: dict[int, int] = {}  # by slot: the prefix whose attention state should be there
+        self.consumed: list[tuple[torch.Tensor, list[int]]] = []  # states, and the tokens that each must have consumed
         self._page, self._cache = cache.page_size, cache
         stack: list[tuple[TreeNode, list[int]]] = [(child, []) for child in cache.root_node.children.values()]
         while stack:
@@ -79,7 +79,7 @@ class Held:
             stack.extend((child, tokens) for child in node.children.values())
 
     def usable_len(self, tokens: list[int], extra_key: str | None) -> int:
-        """The longest prefix that a match may return."""
+        """The length of the longest prefix that a match may return."""
         names = names_of(tokens, extra_key, self._page)
         return max(end for end in range(0, len(names) + 1, self._page) if self._usable(names[:end]))
 
@@ -92,7 +92,7 @@ class Held:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """One cache, its pools, and requests that come, grow, end and are called off."""
+    """One cache, its pools, and requests that arrive, grow, end and are aborted."""
 
     kind = "full"
 
@@ -118,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.locked: list[tuple[TreeNode, list[int], str | None]] = []
 
     def tokens(self, blocks: list[int], tail: int = 0) -> list[int]:
-        """A page a block, and a piece of one that ends a prompt."""
+        """A prompt of one page for each block. The last page may be incomplete."""
         return [block for block in blocks for _ in range(self.page)] + [7] * (tail % self.page)
 
     @rule(
@@ -149,7 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.append(req)
 
     def prefill(self, req: Request, num_pages: int) -> None:
-        """The next chunk, with a stop where the same prompt would hit."""
+        """Compute the next chunk, with a stop at the length where the same prompt would hit."""
         start, end = req.kv_committed_len, len(req.origin_input_ids)
         chunk_end = min(end, start - start % self.page + num_pages * self.page)
         stop = 0
@@ -170,7 +170,8 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 9), num_pages=st.integers(1, 4), new=st.integers(1, 5), keep=st.booleans())
     def go_on(self, which: int, num_pages: int, new: int, keep: bool) -> None:
-        """The next chunk of a prompt, or a few decoded tokens, kept at once or not."""
+        """Compute the next chunk of a prompt, or a few decoded tokens. The computed tokens are inserted into the tree
+        at once or later."""
         req = self.running[which % len(self.running)]
         try:
             if req.kv_committed_len < len(req.origin_input_ids):
@@ -191,7 +192,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 9), is_insert=st.booleans(), called_off=st.integers(0, 2))
     def end(self, which: int, is_insert: bool, called_off: int) -> None:
-        """A request ends or is aborted, perhaps with slots of a step that was called off."""
+        """End or abort a request, sometimes with slots of a step that was cancelled."""
         req = self.running.pop(which % len(self.running))
         if self.kind != "mamba":
             req.kv_committed_len = max(req.cache_protected_len, req.kv_committed_len - called_off)
@@ -206,7 +207,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(blocks=BLOCKS, tail=st.integers(0, 63), space=SPACES, lock=st.booleans())
     def look(self, blocks: list[int], tail: int, space: str | None, lock: bool) -> None:
-        """A match is the longest that may be, and locks it on demand."""
+        """Match tokens. The match is the longest possible one, and may be locked."""
         tokens = self.tokens(blocks, tail)
         held = Held(self.cache)
         result = self.cache.match_prefix(key(tokens, space))
@@ -226,7 +227,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 6), windows=st.integers(0, 4), states=st.integers(0, 3))
     def evict(self, pages: int, windows: int, states: int) -> None:
-        """The requested size is freed, or all that is not locked. Locked prefixes stay usable."""
+        """Evict. The requested number is freed, or all unlocked slots. Locked prefixes stay usable."""
         page = self.page
         asked = EvictParams(pages * page, windows * page, states)
         before = free(self.cache), self.evictable()
@@ -251,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(blocks=BLOCKS, space=SPACES, known=st.integers(0, 6), evicted=st.integers(0, 95))
     def insert(self, blocks: list[int], space: str | None, known: int, evicted: int) -> None:
-        """Slots from elsewhere, as a caller with a match of its own would offer them."""
+        """Insert slots that belong to no request, as a caller with its own match would."""
         tokens, cache = self.tokens(blocks), self.cache
         names = prefixes(tokens, space)
         match = cache.match_prefix(key(tokens[: known * self.page], space))
@@ -337,7 +338,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("kind", ["full", "swa", "mamba"])
 def test_random_histories(kind: str) -> None:
-    """Any history of requests, locks and evictions: everything has one owner, and hits are right and the longest; a
-    state that was hit and gone on from is what the recurrence makes of the whole prefix."""
+    """After any history of requests, locks and evictions, everything has one owner, and hits are right and as long as
+    possible. A state that continues from a hit equals the recurrence over the complete prefix."""
     machine = type(kind, (CacheMachine,), {"kind": kind})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=25))

@@ -52,7 +52,7 @@ NODE = (
 
 @pytest.mark.parametrize("make", KINDS)
 def test_trees_and_nodes_answer_to_the_names(make: Make) -> None:
-    """Every tree says what kind it is, every node has the field's attributes, and climbing ends at the root."""
+    """Every tree reports its kind, every node has SGLang's attributes, and following parents ends at the root."""
     cache = make()
     for name in TREE.split():
         getattr(cache, name)
@@ -65,8 +65,8 @@ def test_trees_and_nodes_answer_to_the_names(make: Make) -> None:
 
 @pytest.mark.parametrize("make", KINDS)
 def test_a_disabled_cache_keeps_nothing(make: Make) -> None:
-    """Nothing matches, stays, is locked or evicted; a request continues from its own slots, by chunks, and all that it
-    holds is freed with it."""
+    """A disabled cache matches, keeps, locks and evicts nothing. A request continues from its own slots, chunk by
+    chunk, and all its slots are freed with it."""
     cache = make(32, page_size=4, disable=True)
     before = free(cache), cache.req_to_token_pool.available_size()
     assert FakeRunner(cache).serve(list(range(10)), chunk=3, new=2) == 0 == matched(cache, list(range(10)))
@@ -79,8 +79,9 @@ def test_a_disabled_cache_keeps_nothing(make: Make) -> None:
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("make", KINDS)
 def test_a_request_that_adds_no_page_raises_its_prefix(make: Make, ends: bool) -> None:
-    """A request whose own tokens fill no page lends its priority to the prefix it used, as it grows and as it ends, and
-    prefixes of a lower priority are evicted first; one that leaves nothing lends nothing."""
+    """If the own tokens of a request fill no page, the request still raises the priority of the prefix that it used,
+    when it grows or ends. Then prefixes of a lower priority are evicted first. If the request inserts nothing, the
+    priority does not change."""
     cache = make(page_size=4, eviction_policy="priority")
     runner = FakeRunner(cache)
     runner.serve(list(range(8)), priority=1)
@@ -99,8 +100,8 @@ def test_a_request_that_adds_no_page_raises_its_prefix(make: Make, ends: bool) -
 
 
 def test_bigrams_keep_the_last_token() -> None:
-    """With bigrams the last cached token and its window stay the request's own through all chunks, and are freed with
-    the request."""
+    """With bigrams the last cached token and its window belong to the request through all chunks, and are freed with
+    it."""
     for cache in (full_cache(64, 1, is_eagle=True), full_cache(64, 4, is_eagle=True), swa_cache(64, is_eagle=True)):
         runner, req = FakeRunner(cache), Request(list(range(13)))
         runner.admit(req)
@@ -116,7 +117,8 @@ def test_bigrams_keep_the_last_token() -> None:
 
 
 def test_arguments_that_a_cache_cannot_store_are_refused() -> None:
-    """A cache without what its kind needs, of unknown policies or of pages of no token raises and names the setting."""
+    """A cache without the objects that its kind needs, with an unknown policy, or with pages of no tokens raises. The
+    error names the setting."""
     plain, hybrid = full_cache(), mamba_cache()
     allocator, table = plain.token_to_kv_pool_allocator, plain.req_to_token_pool
     states = hybrid.req_to_token_pool
@@ -143,8 +145,8 @@ def pages_of(cache: Cache, component: Component) -> DevicePages:
 
 
 def test_sanity_check_finds_planted_faults() -> None:
-    """Every fault is in one error: broken counts; slots held twice, free, or that do not exist; window slots that went
-    behind the tree's back; states that two nodes hold, or that are free."""
+    """One error lists every fault: broken counts; slots that are held twice, free, or do not exist; window slots that
+    were freed without the tree; states that two nodes hold, or that are free."""
     plain = full_cache(16)
     allocator = plain.token_to_kv_pool_allocator
     slots = allocator.alloc(8)
@@ -186,7 +188,7 @@ def test_sanity_check_finds_planted_faults() -> None:
 
 
 def test_an_allocator_may_be_a_stand_in() -> None:
-    """A real allocator without a table, and none at all, serve inserts and evictions."""
+    """Inserts and evictions also work with an allocator without a table, and without an allocator."""
     allocator = TokenToKVPoolAllocator(8, torch.bfloat16, "cpu", None, True)
     for cache in (RadixCache.create_simulated(mock_allocator=allocator), RadixCache.create_simulated()):
         insert(cache, [1, 2, 3], value=allocator.alloc(3))

@@ -26,7 +26,7 @@ POOL = "size page_size dtype"
 PLACE = "device enable_memory_saver"
 LENS = "prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu"
 
-# Callables by path below `hicache`, and their positional parameters in order, `self` left out. Ours may go on.
+# Callables by path below `hicache`, and their positional parameters in order, without `self`. hicache's may have more.
 SIGNATURES = {
     "KVCache": f"{POOL} layer_num {PLACE} start_layer end_layer",
     "KVCache.get_key_buffer": "layer_id",
@@ -134,7 +134,7 @@ def parameters(path: str) -> list[str]:
 
 
 def test_parameters_are_those_of_the_field() -> None:
-    """Each callable takes the field's parameters at their positions, or its keywords."""
+    """Each callable takes SGLang's parameters at their positions, or its keywords."""
     expected = {path: names.split() for path, names in SIGNATURES.items()}
     assert {path: parameters(path)[: len(names)] for path, names in expected.items()} == expected
     assert all(callable(attrgetter(path)(hicache)) for path in WITHOUT_PARAMETERS.split())
@@ -142,7 +142,8 @@ def test_parameters_are_those_of_the_field() -> None:
 
 
 def test_settings_of_schedulers_are_taken_or_refused() -> None:
-    """Settings that no cache uses are accepted at their defaults. Any other value is refused by name."""
+    """Settings of SGLang's schedulers that no cache uses are accepted at their defaults. Any other value of these
+    settings is refused with the name of the setting."""
     common: dict[str, Any] = {
         "disable": False, "req_to_token_pool": None, "token_to_kv_pool_allocator": None, "page_size": 1,
     }  # fmt: skip
@@ -158,7 +159,7 @@ def test_settings_of_schedulers_are_taken_or_refused() -> None:
 
 
 class Stack(BaseTokenToKVPoolAllocator):
-    """An allocator of one's own: the three methods that the field asks for, over a list."""
+    """A custom allocator with the three methods that SGLang requires, over a list."""
 
     def clear(self) -> None:
         self.stack = list(range(self.size, 0, -1))
@@ -176,7 +177,7 @@ class Stack(BaseTokenToKVPoolAllocator):
 
 
 def test_an_allocator_of_ones_own() -> None:
-    """`clear`, `alloc` and `free` are enough to serve requests with; what only pages can do is not implemented."""
+    """`clear`, `alloc` and `free` are enough for serving requests. Operations that need pages are not implemented."""
     stack = Stack(16, 1, BF16, "cpu", None, False)
     cache = RadixCache(CacheInitParams(False, ReqToTokenPool(4, 32, "cpu", False), stack, 1))
     runner = FakeRunner(cache)

@@ -1,4 +1,4 @@
-"""Keys: ids are packed once, in memory that keys, slices and nodes share, and invalid ids are refused."""
+"""Keys: ids are packed once, in memory that keys, slices and nodes share. Invalid ids are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 10_000
 
 
 def test_keys_keep_their_extra_key() -> None:
-    """Length and iteration are those of the ids; an index and a slice are keys of the same tenant and kind."""
+    """Length and iteration of a key are those of its ids. An index and a slice are keys of the same tenant and kind."""
     tokens = RadixKey([1, 2, 3, 4], "tenant")
     assert len(tokens) == 4 and list(tokens) == [1, 2, 3, 4]
     assert tokens[1:3] == RadixKey([2, 3], "tenant") and tokens[-1] == RadixKey([4], "tenant")
@@ -28,8 +28,8 @@ def test_keys_keep_their_extra_key() -> None:
 
 
 def test_bigrams_take_no_ids_that_collide() -> None:
-    """Ids outside [0, 2^31), whose pairs would read as other pairs, are refused wherever pairs are made of them, and
-    the largest id that is taken hits itself alone."""
+    """Ids outside [0, 2^31) are refused if pairs are made of them, because their pairs could equal other pairs. The
+    largest valid id only hits itself."""
     cache = RadixCache(CacheInitParams(False, None, None, 1, is_eagle=True))
     for tokens in ([3, -1, 2], [1, (2 << 32) + 5, 7], [1, 2, 1 << 31], [1 << 31, 2, 1]):
         for call in (insert, matched, lambda _, ids: RadixKey(ids).as_bigrams().packed()):
@@ -42,7 +42,7 @@ def test_bigrams_take_no_ids_that_collide() -> None:
 
 
 def test_keys_hold_integers() -> None:
-    """Ids that packing would change are refused, because another prompt could hit them."""
+    """Ids that packing would change are refused, because another prompt could hit their pages."""
     wrong: list[Any] = [
         [1.5, 2.0], [[1, 2], [3, 4]], np.array([1 << 63], np.uint64), [1 << 70], [*range(70), 1 << 63], ["a"],
         [True, False], [1, [2, 3]],
@@ -57,7 +57,7 @@ def test_keys_hold_integers() -> None:
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=200))
 def test_packing_keeps_every_id(tokens: list[int]) -> None:
-    """Ids of any sign and number come back as they were, from lists, tuples, arrays and slices."""
+    """Ids of any sign and number are preserved, from lists, tuples, arrays and slices."""
     for ids in (tokens, tuple(tokens), array("q", tokens), np.array(tokens, np.int64)):
         packed = RadixKey(ids)
         assert packed.packed().tolist() == tokens == list(packed)
@@ -65,8 +65,8 @@ def test_packing_keeps_every_id(tokens: list[int]) -> None:
 
 
 def test_ids_are_packed_once() -> None:
-    """A key packs its list, and the pairs of its neighbours, when it is first asked, and never again. Arrays of int64
-    are not copied, and neither are the slices of any key."""
+    """A key packs its list, and the pairs of neighbours, at their first use, and never again. Arrays of int64 and
+    slices of any key are not copied."""
     ids = list(range(100))
     tokens = RadixKey(ids)
     packed, pairs = tokens.packed(), tokens.as_bigrams()
@@ -83,8 +83,8 @@ def test_ids_are_packed_once() -> None:
 
 
 def test_a_node_shares_a_long_key_and_copies_a_short_part() -> None:
-    """A node of most of a key's tokens shares their memory, so do its halves after a split, and the memory is
-    read-only. A node of a few of a key's tokens does not keep the memory of the whole key."""
+    """A node with most of a key's tokens shares the memory of the key, and so do its halves after a split. The shared
+    memory is read-only. A node with a few of a key's tokens does not keep the memory of the complete key."""
     cache, tokens = RadixCache.create_simulated(), RadixKey(list(range(LONG)))
     cache.insert(InsertParams(tokens))
     node = node_of(cache, list(tokens))
@@ -104,7 +104,8 @@ def test_a_node_shares_a_long_key_and_copies_a_short_part() -> None:
 
 @pytest.mark.parametrize("num_tokens", [12, LONG])
 def test_later_writes_to_an_array_do_not_reach_the_tree(num_tokens: int) -> None:
-    """Ids that a caller can still write to are copied: a node keeps those of its insertion. Arrays match lists."""
+    """Ids in memory that a caller can still write are copied, so a node keeps the ids of its insertion. Arrays match
+    lists."""
     cache, ids = RadixCache.create_simulated(), np.arange(num_tokens)
     cache.insert(InsertParams(RadixKey(ids), torch.arange(num_tokens)))
     ids[:] = 7

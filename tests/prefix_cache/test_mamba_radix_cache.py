@@ -1,4 +1,5 @@
-"""The prefix cache of recurrent states: each is used for exactly the tokens that it has consumed, by one owner."""
+"""The prefix cache of recurrent states: each state is used only for exactly the tokens that it has consumed, by one
+owner."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from prefix_case import FakeRunner, Request, free, key, mamba_cache, matched, re
 
 
 def put(cache: MambaRadixCache, tokens: list[int]) -> InsertResult:
-    """Insert with fresh slots and a fresh state, and free what stays ours."""
+    """Insert with new slots and a new state, and free the slots that the tree did not take."""
     pool, allocator = cache.req_to_token_pool.mamba_pool, cache.token_to_kv_pool_allocator
     slots, state = allocator.alloc(len(tokens)), pool.alloc(1)
     assert slots is not None and state is not None
@@ -34,7 +35,8 @@ def put(cache: MambaRadixCache, tokens: list[int]) -> InsertResult:
 
 
 def test_checkpoints_stand_strictly_below_the_end() -> None:
-    """The last multiple of chunk and page that the same prompt, less its last token, still reaches; 0 for none."""
+    """The checkpoint is the last multiple of chunk and page that the same prompt without its last token still reaches,
+    or 0."""
     lens = {0: 0, 1: 0, 64: 0, 65: 64, 128: 64, 129: 128, 1000: 960, 10_000: 9984}
     assert {n: checkpoint_len(n, 64) for n in lens} == lens
     assert [checkpoint_len(n, 64, 16) for n in (64, 65, 200)] == [0, 64, 192]
@@ -43,25 +45,27 @@ def test_checkpoints_stand_strictly_below_the_end() -> None:
 
 
 def test_a_match_ends_at_the_deepest_state() -> None:
-    """Full attention may reach further than a state: the match ends at the state, and says where one is missing."""
+    """Full attention may match further than the deepest state. The match ends at the state, and reports the length at
+    which a state is missing."""
     cache = mamba_cache(chunk=4)
     put(cache, list(range(5)))
     put(cache, list(range(5)) + list(range(50, 60)))
     result = cache.match_prefix(key([*range(5), *range(50, 59)]))
     assert result.device_indices.numel() == 5 and result.last_device_node.mamba_value is not None
     assert result.mamba_branching_seqlen == 12
-    assert cache.match_prefix(key([*range(5), *range(50, 52)])).mamba_branching_seqlen is None  # 4 is not beyond 5
+    assert cache.match_prefix(key([*range(5), *range(50, 52)])).mamba_branching_seqlen is None  # 4 < 5
     deepest = cache.match_prefix(key([*range(5), *range(50, 70)]))
     assert deepest.device_indices.numel() == 15 and deepest.mamba_branching_seqlen is None
     assert cache.match_prefix(key([*range(4), 99])).device_indices.numel() == 0
     assert cache.match_prefix(key([*range(4), 99])).mamba_branching_seqlen == 4
     put(cache, [70, 71, 72, 73])
-    assert cache.match_prefix(key([70, 71, 72, 73, 99])).mamba_branching_seqlen is None  # the state at 4 is there
+    assert cache.match_prefix(key([70, 71, 72, 73, 99])).mamba_branching_seqlen is None  # length 4 has a state
     cache.sanity_check()
 
 
 def test_copies_go_where_the_request_wants_them() -> None:
-    """Without a state it gets one; one that it has is overwritten, or cleared where nothing matched, if asked to."""
+    """With `cow_mamba` a request without a state gets a copy. The state that a request has is overwritten, or cleared
+    if nothing matched."""
     cache = mamba_cache()
     runner, pool = FakeRunner(cache), cache.req_to_token_pool.mamba_pool
     runner.serve([1, 2, 3])
@@ -84,7 +88,8 @@ def test_copies_go_where_the_request_wants_them() -> None:
 
 
 def test_a_backup_does_not_evict_its_own_pages() -> None:
-    """With no state free another prefix gives one up; where only the matched one could, the match is refused."""
+    """If no state is free, a state of another prefix is evicted. If only the matched state could be evicted, the match
+    is refused."""
     cache = mamba_cache(num_states=3)
     for tokens in ([1, 2], [3, 4], [5, 6]):
         put(cache, tokens)
@@ -105,7 +110,7 @@ def test_a_backup_does_not_evict_its_own_pages() -> None:
 
 
 def test_no_state_is_stored_under_another_length() -> None:
-    """A key that is no whole pages, or no state at all, is refused, and nothing changes."""
+    """A key with an incomplete page, or without a state at its end, is refused, and nothing changes."""
     cache = mamba_cache(page_size=4)
     state = torch.tensor([1])
     for tokens, value, message in (
@@ -120,8 +125,8 @@ def test_no_state_is_stored_under_another_length() -> None:
 
 
 def test_states_are_evicted_by_their_own_recency() -> None:
-    """The least recently used state is evicted, alone from an inner node; a match refreshes only the state it uses.
-    `evict_mamba` does the same and returns how many states it evicted; a locked state stays."""
+    """The least recently used state is evicted; an inner node loses only its state. A match refreshes only the state
+    that it uses. `evict_mamba` does the same and returns how many states it evicted. A locked state stays."""
     cache = mamba_cache()
     put(cache, [1, 2])
     put(cache, [1, 2, 3, 4])

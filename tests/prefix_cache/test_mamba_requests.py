@@ -1,4 +1,5 @@
-"""MambaRadixCache and requests: lengths at which states are stored, and owners of the states at each end."""
+"""MambaRadixCache and requests: the lengths at which states are stored, and the owners of states when a request
+ends."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from prefix_case import FakeRunner, Request, free, mamba_cache, matched, nodes_o
 
 
 def states_of(cache: MambaRadixCache, tokens: list[int]) -> list[int]:
-    """At which lengths of a prompt the tree has states."""
+    """The lengths of a prompt at which the tree has states."""
     held = [(node.depth_tokens, path) for node, path in nodes_of(cache) if node.mamba_value is not None]
     return [depth for depth, path in held if path == tokens[: len(path)]]
 
 
 @pytest.mark.parametrize(("extra_buffer", "page", "prompt_len"), [(False, 1, 1003), (True, 4, 1000), (True, 4, 1003)])
 def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) -> None:
-    """Asked again, all but at most a chunk and a token of it come from the cache, with either way to stop."""
+    """For a repeated prompt, all tokens except at most a chunk and one token come from the cache, with either kind of
+    stop."""
     cache = mamba_cache(4096, page_size=page, extra_buffer=extra_buffer, columns=1100, chunk=64)
     runner, tokens = FakeRunner(cache), [i % 11 for i in range(prompt_len)]
     stop = checkpoint_len(prompt_len, 64, page)
@@ -41,8 +43,8 @@ def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) ->
 
 
 def serve_as_sglang_does(runner: FakeRunner, tokens: list[int], chunk: int, stop: int = 0) -> int:
-    """One request in the order of SGLang's calls without an extra buffer, its prefill ended at `stop` too; returns how
-    long its hit was."""
+    """Serve one request with the calls of SGLang in their order, without an extra buffer. The prefill of the request
+    also ends at `stop`. Returns the length of its hit."""
     cache, req = runner.cache, Request(tokens)
     hit_len = runner.admit(req)  # match_prefix(cow_mamba=True), inc_lock_ref
     while (start := req.kv_committed_len) < len(tokens):
@@ -61,9 +63,9 @@ def serve_as_sglang_does(runner: FakeRunner, tokens: list[int], chunk: int, stop
 
 @pytest.mark.parametrize(("prompt_len", "hit_len", "hit_with_stop"), [(1000, 0, 960), (9000, 8192, 8960)])
 def test_a_repeated_prompt_without_a_buffer(prompt_len: int, hit_len: int, hit_with_stop: int) -> None:
-    """Two equal requests in chunks of 8192 tokens: the second hits where a pass of the first ended, so a short prompt
-    hits only if a pass ends at `checkpoint_len`. No state is stored for a length that it has not consumed: at 1000
-    tokens none is stored for 960 unless a pass ended there."""
+    """Two equal requests run in chunks of 8192 tokens. The second request hits up to a length at which a pass of the
+    first one ended, so a short prompt hits only if a pass ends at `checkpoint_len`. No state is stored for a length
+    that it has not consumed: a prompt of 1000 tokens has no state for 960 unless a pass ended there."""
     tokens = [i % 11 for i in range(prompt_len)]
     for stop, expected in ((0, hit_len), (checkpoint_len(prompt_len, 64), hit_with_stop)):
         cache = mamba_cache(2 * prompt_len, columns=prompt_len + 8, chunk=64)
@@ -76,8 +78,8 @@ def test_a_repeated_prompt_without_a_buffer(prompt_len: int, hit_len: int, hit_w
 
 
 def test_decoding_is_cached_by_two_states_in_turns() -> None:
-    """Every interval the running state becomes the checkpoint and the older one is written next; the last checkpoint
-    and the end are stored."""
+    """At every interval the running state becomes the checkpoint, and decoding continues in the older state. The last
+    checkpoint is stored when the request ends."""
     cache = mamba_cache(256, num_states=4, page_size=4, extra_buffer=True, chunk=4)
     runner, interval = FakeRunner(cache), 8
     req = Request(list(range(10)))
@@ -98,7 +100,8 @@ def test_decoding_is_cached_by_two_states_in_turns() -> None:
 
 
 def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
-    """A checkpoint that has consumed more tokens than are shared is not stored until the rest is shared."""
+    """A checkpoint that has consumed more tokens than are in the tree is stored only when the other tokens are in the
+    tree."""
     cache = mamba_cache(page_size=4, extra_buffer=True)
     runner = FakeRunner(cache)
     req = Request(list(range(10)))
@@ -116,7 +119,8 @@ def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
 
 
 def test_states_after_unknown_tokens_are_not_stored() -> None:
-    """Where a request has computed more than it knows the tokens of, its state is of no known prefix and is freed."""
+    """If a request has computed more tokens than it knows, the prefix of its state is unknown, and the state is
+    freed."""
     cache = mamba_cache()
     runner = FakeRunner(cache)
     req = Request(list(range(6)))

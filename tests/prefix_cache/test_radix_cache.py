@@ -1,4 +1,4 @@
-"""The prefix cache of full attention: by value objects, and through requests that grow over real pools."""
+"""The prefix cache of full attention, called directly with value objects, and by requests that grow over real pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefix_case import insert, key, matched, node_of
 
 
 class Freed:
-    """An allocator that only takes back, as a simulation has it."""
+    """An allocator that can only free, as in a simulation."""
 
     device = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class Freed:
 
 
 def test_a_match_gives_slots_of_its_own() -> None:
-    """Neither what was inserted nor what a match returned shares memory with the tree."""
+    """Neither the inserted slots nor the slots of a match share memory with the tree."""
     cache = RadixCache.create_simulated()
     mine = torch.tensor([10, 11, 12])
     insert(cache, [1, 2, 3], value=mine)
@@ -43,7 +43,8 @@ def test_a_match_gives_slots_of_its_own() -> None:
 
 
 def test_bigram_keys_drop_the_last_slot() -> None:
-    """A cache of bigrams holds a slot for each pair, so one fewer than tokens, and matches what shares all pairs."""
+    """A cache of bigrams holds a slot for each pair, one fewer than tokens. The cache matches the pairs that two
+    prompts share."""
     cache = RadixCache(CacheInitParams(False, None, None, 1, is_eagle=True))
     assert insert(cache, [1, 2, 3, 4], value=torch.tensor([10, 11, 12, 13])) == 0
     assert cache.total_size() == 3
@@ -57,7 +58,8 @@ def test_bigram_keys_drop_the_last_slot() -> None:
 
 
 def test_locks_cover_the_path_to_the_root() -> None:
-    """A lock keeps its node and all above; each says by how much the evictable size grew; the root is not counted."""
+    """A lock keeps its node and all nodes above. Each call returns by how much the evictable size grew. The root does
+    not count."""
     cache = RadixCache.create_simulated(mock_allocator=Freed())
     insert(cache, [1, 2, 3, 4])
     insert(cache, [1, 2, 5])
@@ -77,7 +79,7 @@ def test_locks_cover_the_path_to_the_root() -> None:
 
 
 def test_locks_of_another_tree_are_refused() -> None:
-    """A node of a tree that was reset can neither be locked nor unlocked."""
+    """After a reset, a node of the old tree can neither be locked nor unlocked."""
     cache = RadixCache.create_simulated()
     insert(cache, [1, 2, 3])
     node = node_of(cache, [1, 2, 3])
@@ -90,7 +92,8 @@ def test_locks_of_another_tree_are_refused() -> None:
 
 
 def test_uses_are_counted_and_priorities_kept() -> None:
-    """A node counts its maker, later inserts over it but of chunks, and matches; it keeps the largest priority."""
+    """The use count of a node includes its creation, later inserts over it except chunks, and matches. The node keeps
+    the largest priority."""
     cache = RadixCache.create_simulated()
     insert(cache, [1, 2, 3], priority=2, chunked=True)
     node = next(iter(cache.root_node.children.values()))
@@ -103,7 +106,7 @@ def test_uses_are_counted_and_priorities_kept() -> None:
     insert(cache, [1, 2, 3, 4, 5], priority=7)
     below = node_of(cache, [1, 2, 3, 4])
     assert (node.hit_count, node.priority, below.hit_count, below.priority) == (5, 7, 4, 7)
-    # Both halves of a node have its priority; a new sibling has its own.
+    # Both halves of a split node have its priority; a new sibling has its own.
     insert(cache, [1, 2, 9], priority=-1)
     upper = node_of(cache, [1, 2])
     assert upper.priority == node.priority == 7
@@ -111,7 +114,8 @@ def test_uses_are_counted_and_priorities_kept() -> None:
 
 
 def test_events_name_every_page() -> None:
-    """A block a page, chained by hashes that depend on all tokens before it; removed by the same; cleared by reset."""
+    """Each page is one block. The hash of a block depends on all tokens before it, and the event of its removal has the
+    same hash. A reset clears all blocks."""
     cache = RadixCache.create_simulated(page_size=2, enable_kv_cache_events=True)
     assert cache.take_events() == []
     insert(cache, [1, 2, 3, 4, 5])

@@ -1,4 +1,4 @@
-"""RadixCache and requests: what they share as they grow, and free at every exit."""
+"""RadixCache and requests: the slots that requests share as they grow, and free however they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefix_case import Batch, FakeRunner, Request, full_cache
 
 
 class Counted(list[int]):
-    """Token ids that count how many of them are read, and refuse to be read whole."""
+    """Token ids that count how many of them are read, and refuse to be read at once."""
 
     read = 0
 
@@ -27,7 +27,8 @@ class Counted(list[int]):
 
 
 def test_a_chunk_costs_a_chunk() -> None:
-    """Of a long prompt by chunks, each call reads, writes and locks its own tokens alone, wherever it stands."""
+    """In each call for a chunk of a long prompt, the cache reads, writes and locks only the tokens of this chunk, at
+    any position."""
     chunk, num_chunks = 64, 64
     cache = full_cache(chunk * num_chunks, 16, columns=chunk * num_chunks)
     runner, prompt = FakeRunner(cache), list(range(chunk * num_chunks))
@@ -43,7 +44,7 @@ def test_a_chunk_costs_a_chunk() -> None:
         assert counted.read == chunk
         assert req.last_node.num_tokens == chunk and req.last_node.depth_tokens == end
         storages.add(req.prefix_indices.untyped_storage().data_ptr())
-    # The tensor of the prefix moves as often as it doubles.
+    # The tensor of the prefix is reallocated only when it doubles.
     assert len(storages) <= num_chunks.bit_length()
     assert req.prefix_indices.tolist() == runner.row(req, 0, len(prompt)).tolist()
     assert cache.protected_size() == len(prompt)
@@ -53,7 +54,7 @@ def test_a_chunk_costs_a_chunk() -> None:
 
 
 def test_a_row_may_change_hands_unseen() -> None:
-    """Where a row was freed without the cache's knowledge, its next request sees its own slots."""
+    """If a row was freed without the cache's knowledge, the next request with this row sees its own slots."""
     cache = full_cache(64)
     runner = FakeRunner(cache)
     runner.serve([1, 2, 3])

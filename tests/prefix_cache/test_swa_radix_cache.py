@@ -1,4 +1,4 @@
-"""The prefix cache of sliding windows: pages that a lock covers."""
+"""The prefix cache of sliding windows: the pages that a lock covers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefix_case import key, matched, swa_cache
 
 
 def put(cache: SWARadixCache, tokens: list[int], **more: int) -> InsertResult:
-    """Insert with fresh slots."""
+    """Insert with new slots."""
     slots = cache.token_to_kv_pool_allocator.alloc(len(tokens))
     assert slots is not None
     lost = more.get("swa_evicted_seqlen", 0)
@@ -20,7 +20,7 @@ def put(cache: SWARadixCache, tokens: list[int], **more: int) -> InsertResult:
 
 
 def sizes(cache: SWARadixCache) -> tuple[int, int, int, int]:
-    """Full slots free and held, and window slots free and held."""
+    """Full slots that are free and that are held, and window slots that are free and that are held."""
     allocator, held = cache.token_to_kv_pool_allocator, cache.total_size()
     assert held == (
         cache.full_evictable_size() + cache.full_protected_size(),
@@ -35,7 +35,7 @@ def pages(*blocks: int, page: int) -> list[int]:
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_locks_cover_the_window_only(page: int) -> None:
-    """A lock keeps the full slots of the path and the window slots of the nodes that the window lies in."""
+    """A lock keeps the full slots of the path, and the window slots of the nodes that contain the window."""
     cache = swa_cache(64, 64, window=2 * page, page_size=page)
     for end in (2, 3, 6, 7):
         put(cache, pages(*range(end), page=page))

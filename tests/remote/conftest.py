@@ -1,4 +1,4 @@
-"""The servers that tests of engines and of machines ask."""
+"""The real servers that tests of engines and of machines use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, S3Server, 
 from remote_case import with_options
 
 MOONCAKE = partial(MooncakeServer, 64 << 20, lease_ms=60_000)
-# How to start it, what it lacks here, and the options of a store on it.
+# By name: how to start the server, what this machine lacks for it, and the options of a store on it.
 SERVERS: dict[str, tuple[Callable[[], Server], Callable[[], str], str]] = {
     "s3": (S3Server, S3Server.missing, "timeout=60"),
     "s3 for a second": (S3Server, S3Server.missing, "timeout=1"),

@@ -1,19 +1,17 @@
-"""Engines in two processes over one real server: what one computed is a hit for the other, byte for byte, and a server
-that hangs or dies costs hits and nothing else."""
+"""Engines in two processes over one real server. Pages that one computed are hits for the other, byte for byte. A
+server that hangs or dies only costs hits."""
 
 from __future__ import annotations
 
-import itertools
 import sys
-from contextlib import closing
 
 import numpy as np
 import pytest
 
+from full_pool import full_pool
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.bench.remote_servers import MooncakeServer, Server
 from hicache.errors import NotStored
-from hicache.storage import PageFormat, open_store
 from hicache.tiers import REMOTE
 from programs import program
 from toy_model import GEOMETRY, config, serve
@@ -32,7 +30,7 @@ def prompt(seed: int) -> np.ndarray:
 
 
 def engine_at(url: str, io_timeout_s: float = 60.0) -> CacheEngine:
-    """`io_timeout_s`: after which a call counts as stalled."""
+    """An engine over `url`. `io_timeout_s`: seconds after which a call counts as stalled."""
     advanced = AdvancedConfig(disk_io_timeout_s=io_timeout_s, disk_reopen_backoff_s=0.01)
     remote = RemoteConfig(url=url, io_timeout_s=io_timeout_s)
     return build_engine(config(remote=remote, advanced=advanced, prefetch_mode="wait_complete"), GEOMETRY)
@@ -49,11 +47,11 @@ def ask(engine: CacheEngine, name: str, tokens: np.ndarray) -> Hit:
 
 
 def fill(url: str) -> None:
-    """Serve every prompt in an engine of its own, until the server has all pages."""
+    """Serve every prompt in a separate engine, until the server has all pages."""
     with engine_at(url) as engine:
         for seed in range(NUM_PROMPTS):
             ask(engine, f"a{seed}", prompt(seed))
-            engine.flush()  # before the next one evicts it
+            engine.flush()  # before the next prompt evicts its pages
         engine.check()
         print(int(engine.stats()["remote.put_pages"]))
 
@@ -68,7 +66,7 @@ def filled(server: Server) -> Server:
 
 @pytest.mark.parametrize("server", ["s3", pytest.param("mooncake", marks=pytest.mark.smoke)], indirect=True)
 def test_two_processes_share_what_one_computed(server: Server) -> None:
-    """Each prompt is a hit, all but its last page."""
+    """All pages of each prompt except the last one are hits."""
     with engine_at(filled(server).url) as engine:
         for seed in range(3):
             assert ask(engine, f"b{seed}", prompt(seed)) == Hit(remote=CACHED_LEN)
@@ -79,12 +77,13 @@ def test_two_processes_share_what_one_computed(server: Server) -> None:
 
 @pytest.mark.parametrize("server", [pytest.param("s3", marks=pytest.mark.smoke), "mooncake"], indirect=True)
 def test_a_server_that_hangs_and_one_that_dies_cost_hits_alone(server: Server) -> None:
-    """In the middle of a run requests go on, each with the values of its own tokens, and the stall is counted. Once the
-    server answers again it serves hits. When it dies, requests go on too."""
+    """A server hangs during a run. Requests continue, each with the values of its own tokens, and the stall is counted.
+    When the server answers again, it serves hits. When the server dies, requests continue too."""
     seeds = iter(range(NUM_PROMPTS))
 
     def hits_remotely() -> bool:
-        """A busy machine may take longer than a stall, for which there are more prompts."""
+        """Whether a new prompt hits. On a busy machine a call may take longer than a stall, so several prompts are
+        tried."""
         return ask(engine, f"b{(seed := next(seeds))}", prompt(seed)).remote == CACHED_LEN
 
     with engine_at(filled(server).url, io_timeout_s=1.0) as engine:
@@ -111,32 +110,19 @@ def test_a_server_that_hangs_and_one_that_dies_cost_hits_alone(server: Server) -
 def test_a_full_pool_is_written_to_when_it_has_room() -> None:
     """While every value in a Mooncake pool has a lease, pages are not stored and flushes say so, requests go on, and
     nothing counts as a failure of the store. Once the pool has room, a flush stores the pages that the host has."""
-    one_hour_ms, page_bytes = 3_600_000, (1 << 20, 16 << 10, 512)
-    formats = [PageFormat(num_bytes) for num_bytes in page_bytes]
-    with (
-        MooncakeServer(16 << 20, lease_ms=one_hour_ms) as server,
-        closing(open_store(f"{server.url}?timeout=60", identity={"model": "another"}, formats=formats)) as other,
-    ):
-        keys = [b"%d" % n for n in range(1 << 16)]
-        left = iter(keys)
-        for num_bytes in page_bytes:
-            batch = [(key, np.zeros(num_bytes, np.uint8)) for key in itertools.islice(left, 16)]
-            while any(other.put(batch)):
-                other.contains([key for key, _ in batch])
-                batch = [(key, page) for key, (_, page) in zip(left, batch, strict=False)]
-        with engine_at(f"{server.url}?timeout=60") as engine:
-            for n in range(8):
-                assert ask(engine, f"a{n}", prompt(n)) == Hit()
-                with pytest.raises(NotStored):
-                    engine.flush()
-            stats = engine.stats()
-            assert stats["remote_persist.failed_pages"] >= 8 * 11 and stats["remote.put_pages"] == 0
-            assert stats["remote.writes_failures"] == stats["remote.write_errors"] == 0
-            assert other.delete(keys) > 0
-            ask(engine, "b", prompt(7))
-            engine.flush()
-            assert engine.stats()["remote.put_pages"] >= 11
-            engine.check()
+    with full_pool() as (server, other, keys), engine_at(f"{server.url}?timeout=60") as engine:
+        for n in range(8):
+            assert ask(engine, f"a{n}", prompt(n)) == Hit()
+            with pytest.raises(NotStored):
+                engine.flush()
+        stats = engine.stats()
+        assert stats["remote_persist.failed_pages"] >= 8 * 11 and stats["remote.put_pages"] == 0
+        assert stats["remote.writes_failures"] == stats["remote.write_errors"] == 0
+        assert other.delete(keys) > 0
+        ask(engine, "b", prompt(7))
+        engine.flush()
+        assert engine.stats()["remote.put_pages"] >= 11
+        engine.check()
 
 
 if __name__ == "__main__":

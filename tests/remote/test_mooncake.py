@@ -1,4 +1,4 @@
-"""Cases of Mooncake alone: a pool that is full, machines and a master that die or hang, and replicas."""
+"""Cases that only Mooncake has: a full pool, machines and a master that die or hang, and replicas."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from hicache.bench.remote_servers import MooncakeServer, end, freeze
 from hicache.storage import PageBuffer, PageCipher, PageFormat, PageStore, StoreError, open_store
+from hicache.storage.mooncake_store import MooncakePageStore
 from waiting import eventually
 
 REASON = MooncakeServer.missing()
@@ -29,7 +30,7 @@ def server() -> Iterator[MooncakeServer]:
 
 
 def contents(seed: int = 0) -> PageBuffer:
-    """uint8 `[NUM_PAGES * PAGE_BYTES]`."""
+    """Random contents of all pages, uint8 `[NUM_PAGES * PAGE_BYTES]`."""
     return np.random.default_rng(seed).integers(0, 256, NUM_PAGES * PAGE_BYTES, dtype=np.uint8)
 
 
@@ -52,8 +53,8 @@ def require_held(store: PageStore, memory: PageBuffer) -> None:
 
 
 def hasty(server: MooncakeServer, memory: PageBuffer) -> PageStore:
-    """A store that waits a second for an answer, with all pages in it: a busy machine, which takes longer, is asked
-    again."""
+    """A store with a timeout of one second that has all pages. Opening and filling the store are retried, because a
+    busy machine may take longer."""
 
     def opens() -> PageStore | None:
         with contextlib.suppress(StoreError):
@@ -67,7 +68,7 @@ def hasty(server: MooncakeServer, memory: PageBuffer) -> PageStore:
 
 
 def test_pages_that_cannot_be_sent_in_place(server: MooncakeServer) -> None:
-    """Encrypted pages go through a little memory of the store; without the key nothing is found."""
+    """Encrypted pages are copied through a small buffer of the store. Without the key no page is found."""
     memory, got = contents(), np.zeros(NUM_PAGES * PAGE_BYTES, np.uint8)
     with closing(opened(server, f"{PATIENCE}&buffer=3MiB", PageCipher(bytes(32)))) as store:
         store.register_memory(got)
@@ -78,8 +79,9 @@ def test_pages_that_cannot_be_sent_in_place(server: MooncakeServer) -> None:
 
 
 def test_a_full_pool_takes_some_pages() -> None:
-    """Pages without space are not stored, key by key, which is no failure; all stored pages are complete."""
-    one_hour_ms = 3_600_000  # what was looked up is not evicted
+    """Pages without space are not stored; each key is answered separately, and this is no failure. All stored pages are
+    complete."""
+    one_hour_ms = 3_600_000  # a page that was looked up is not evicted
     with MooncakeServer(16 << 20, lease_ms=one_hour_ms) as server, closing(opened(server)) as store:
         pages, stored, num_puts = pages_of(contents()), dict[bytes, PageBuffer](), 0
         answers = [True]
@@ -97,8 +99,8 @@ def test_a_full_pool_takes_some_pages() -> None:
 
 
 def test_a_dead_owner_is_a_miss(server: MooncakeServer) -> None:
-    """When the machine that holds the pages dies, they are misses until it is replaced, and read errors until the
-    master misses it."""
+    """After the machine that holds the pages has died, they are misses until it is replaced, and read errors until the
+    master notices its death."""
     memory = contents()
     with closing(opened(server)) as store:
         store.register_memory(memory)
@@ -115,7 +117,7 @@ def test_a_dead_owner_is_a_miss(server: MooncakeServer) -> None:
 
 
 def test_a_second_replica_is_read_once_the_master_misses_the_first(server: MooncakeServer) -> None:
-    """Of pages on two machines each is read when one of these is dead."""
+    """Pages on two machines are read from the second when the first is dead, as soon as the master notices."""
     first, memory = server.process, contents()
     server.start()
     with closing(opened(server, f"{PATIENCE}&replicas=2")) as store:
@@ -127,7 +129,8 @@ def test_a_second_replica_is_read_once_the_master_misses_the_first(server: Moonc
 
 
 def test_a_dead_master_comes_back(server: MooncakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a master nothing is found, stored or raised, and all of it is counted; with a new one the store works."""
+    """Without a master nothing is found or stored, no call raises, and everything is counted. With a new master the
+    store works."""
     memory = contents()
     with closing(hasty(server, memory)) as store:
         store.register_memory(memory)
@@ -149,7 +152,8 @@ def test_a_dead_master_comes_back(server: MooncakeServer, caplog: pytest.LogCapt
 
 
 def test_a_hung_master_is_given_up_on(server: MooncakeServer) -> None:
-    """A call returns when the library does, with misses that count; a store is refused, and not opened for minutes."""
+    """If the master hangs, a call returns when the library does, and its misses are counted. Opening another store is
+    refused."""
     memory = contents()
     with closing(hasty(server, memory)) as store:
         freeze(server.master)
@@ -165,12 +169,12 @@ def test_a_hung_master_is_given_up_on(server: MooncakeServer) -> None:
 
 @pytest.mark.parametrize("method", ["get", "put"])
 def test_a_hung_owner_touches_no_buffer_later(server: MooncakeServer, method: str) -> None:
-    """When the machine that holds the pages hangs in the middle, calls return in the end, and no byte of a buffer
-    changes after that, although the machine goes on; then the store works again."""
+    """The machine that holds the pages hangs during a call. The call returns in the end, and afterwards no byte of a
+    buffer changes, although the machine continues. Then the store works again."""
     memory = contents()
     with closing(opened(server)) as store:
         store.register_memory(memory)
-        # Either way the library knows the machine.
+        # In both cases the library has connected to the machine.
         assert all(put_all(store, memory) if method == "get" else store.put([(b"first", pages_of(memory)[0])]))
         server.freeze()
         try:
@@ -188,10 +192,25 @@ def test_a_hung_owner_touches_no_buffer_later(server: MooncakeServer, method: st
 
 
 def test_what_cannot_be_joined_or_registered_is_refused(server: MooncakeServer) -> None:
-    """In one line, by the names of the settings, and not as a master that is missing."""
+    """If the pool cannot be joined or memory cannot be registered, the error is one line that names the settings, and
+    does not claim that the master is missing."""
     for options, settings in (("protocol=foo&timeout=5", ("protocol", "timeout")), ("buffer=8000TiB", ("buffer",))):
         with pytest.raises(StoreError) as caught:
             opened(server, f"?{options}")
         line = str(caught.value)
         assert all(setting in line for setting in settings) and "\n" not in line and "import" not in line
         assert "no Mooncake master" not in line
+
+
+def test_a_copied_value_is_not_reported_as_read(server: MooncakeServer) -> None:
+    """`on_value` gets the values that were read from the pool, and not the values that were copied to it."""
+    reported, memory = list[bytes](), contents()
+    with closing(opened(server)) as store:
+        assert isinstance(store, MooncakePageStore)
+        assert all(put_all(store, memory))
+        values = [(key, store.get_value(key) or b"") for key in KEYS[:2]]
+        assert store.delete(KEYS[:2]) == 2
+        store.on_value = lambda key, value: reported.append(key)
+        assert store.put_values(values) == [True, True] and reported == []
+        require_held(store, memory)
+        assert sorted(reported) == sorted(KEYS)

@@ -1,5 +1,5 @@
-"""Two machines with their own disks over each remote store: pages of one are read on the other, and faults of the
-remote store cost hits and nothing else."""
+"""Two machines with their own disks over each remote store. Pages of one machine are read on the other. Faults of the
+remote store only cost hits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def until_copied(local: Case) -> dict[str, float]:
 
 
 def _share(tmp_path: Path, url: str) -> None:
-    """One machine stores pages; another reads them, and has them on its disk then."""
+    """Check that one machine stores pages, and that another reads them and then has them on its disk."""
     with machine(tmp_path / "a", url) as (local, _):
         assert all(local.stored(KEYS, DATA))
         numbers = until_copied(local)
@@ -56,7 +56,7 @@ def _share(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.smoke
 def test_machines_share_a_directory(tmp_path: Path) -> None:
-    """Without any server."""
+    """Machines share pages through a directory, without any server."""
     (tmp_path / "shared").mkdir()
     _share(tmp_path, f"dir://{tmp_path / 'shared'}")
 
@@ -64,13 +64,13 @@ def test_machines_share_a_directory(tmp_path: Path) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("server", ["s3 for a second", "mooncake"], indirect=True)
 def test_machines_share_pages(server: Server, tmp_path: Path) -> None:
-    """Through S3 and Mooncake."""
+    """Machines share pages through S3 and Mooncake."""
     _share(tmp_path, server.url)
 
 
 @pytest.mark.parametrize("server", ["s3 for a second", "mooncake"], indirect=True)
 def test_a_server_that_ends_costs_copies_alone(server: Server, tmp_path: Path) -> None:
-    """While pages are copied and read, the server is killed: each read is right or a miss, the disk serves all pages,
+    """While pages are copied and read, the server is killed. Each read is right or a miss, the disk serves all pages,
     and pages that were not copied are counted. A new server gets later pages."""
     with machine(tmp_path / "a", server.url) as (local, other):
         assert all(local.stored(KEYS[:8], DATA[:8]))
@@ -104,7 +104,7 @@ def _new_page() -> tuple[tuple[bytes, ...], tuple[np.ndarray, ...]]:
 
 @pytest.mark.parametrize("server", ["s3 for a second"], indirect=True)
 def test_a_server_that_hangs_costs_copies_alone(server: Server, tmp_path: Path) -> None:
-    """A stopped server delays no write and no read of the disk; copies go on when it does."""
+    """A stopped server delays no write and no read of the disk. Copies continue when the server does."""
     with machine(tmp_path / "a", server.url) as (local, other):
         assert all(local.stored(KEYS[:8], DATA[:8]))
         until_copied(local)

@@ -1,6 +1,6 @@
-"""Stores over real servers keep the contract, and whatever a server does is a miss or not stored.
+"""Stores over real servers keep the contract. Every fault of a server causes a miss, or a page that is not stored.
 
-Cases of one store are in the file of that store.
+Cases that only one store has are in the file of that store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.remote
 
 
 class Kind(NamedTuple):
-    """`name`: of a value, by namespace and key, as docs/remote.md has it. `options`: stored as they are."""
+    """A kind of store. `name`: returns the name of a value from namespace and key, as in docs/remote.md. `options`:
+    with them, values are stored unchanged."""
 
     make: Callable[[], Server]
     missing: Callable[[], str]
@@ -86,8 +87,8 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
 @pytest.mark.smoke
 @each_kind
 def test_values_that_do_not_verify_are_misses_and_go(kind: Kind, server: Server) -> None:
-    """A value of another client, or of a store of another identity, is counted, and other pages of the batch are found.
-    Its key can be stored again."""
+    """A value of another client, or of a store of another identity, is a miss and is counted. Other pages of the batch
+    are found, and the key of the wrong value can be stored again."""
     identity, another = {**IDENTITY, "model": "damaged"}, {**IDENTITY, "model": "another"}
     pages = {b"%d" % n: page(2 * n) for n in range(len(DAMAGE) + 3)}
     *bad, foreign, _, good = list(pages)
@@ -118,7 +119,7 @@ def test_values_that_do_not_verify_are_misses_and_go(kind: Kind, server: Server)
 def test_without_its_package_a_store_says_what_to_install(
     url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The extra, which is one of the project's."""
+    """The error names the extra to install, which is one of the project's extras."""
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(StoreError) as caught:
         opener(url)(IDENTITY, FORMATS)

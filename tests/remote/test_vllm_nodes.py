@@ -1,5 +1,5 @@
-"""Servers of vLLM on nodes of their own over S3 and Mooncake. One store process a node owns the disk and the remote
-store; vLLM is in another environment, and knows only the socket of that process."""
+"""Servers of vLLM on simulated nodes over S3 and Mooncake. One store process on each node owns the disk and the remote
+store. vLLM is in another environment, and only knows the socket of that process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from full_pool import full_pool
 from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, S3Server, Server
 from hicache.bench.slow_link import SlowLink
-from vllm_nodes import CACHED, CHUNK_TOKENS, Node, environment_of, write_model
+from vllm_nodes import CACHED, CHUNK_TOKENS, Node, environment_of, repeated, write_model
 from waiting import eventually
 
 VLLM = environment_of("vllm-0.32")
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def node(folder: Path, url: str) -> Iterator[str]:
-    """The store process of a node; returns its socket, as the `path` of a plug-in."""
+    """Start the store process of a node; yields its socket, which is the `path` of a plug-in."""
     socket = folder / "hicache.sock"
     folder.mkdir()
     where = (f"lmdb://{folder / 'disk'}?budget=256MB", "--socket", str(socket), "--remote", url, "--backup", "all")
@@ -73,7 +73,8 @@ def run(path: str, model: Path, *steps: str, is_patient: bool = False) -> Node:
 @pytest.mark.smoke
 @pytest.mark.parametrize("server", ["s3", "mooncake"], indirect=True)
 def test_a_prompt_of_one_node_is_loaded_on_another(server: Server, model: Path, tmp_path: Path) -> None:
-    """With the same tokens; each is a new process."""
+    """A prompt that one node computed is loaded on another, with the same output tokens. Each server is a new
+    process."""
     with node(tmp_path / "a", server.url) as path:
         first = run(path, model, "run each").result()
     with node(tmp_path / "b", server.url) as path:
@@ -93,24 +94,6 @@ def _stopped(server: Server) -> None:
     server.thaw()
 
 
-@contextlib.contextmanager
-def under(fault: Callable[[Server], object], server: Server) -> Iterator[None]:
-    """Apply a fault again and again until the block ends."""
-    ended = threading.Event()
-
-    def apply() -> None:
-        while not ended.wait(0.3):
-            fault(server)
-
-    thread = threading.Thread(target=apply)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("server", "fault"),
     [
@@ -124,19 +107,42 @@ def under(fault: Callable[[Server], object], server: Server) -> Iterator[None]:
 def test_faults_of_the_server_change_no_token(
     server: Server, fault: Callable[[Server], object], model: Path, tmp_path: Path
 ) -> None:
-    """Two nodes store and load while the server ends or stops."""
+    """While two nodes store and load, the server ends or stops. No output token changes."""
     with node(tmp_path / "a", server.url) as path:
         first = run(path, model, "run each").result()
     steps = ["run each", *itertools.chain(*[("reset", "run each")] * 3)]
-    with node(tmp_path / "b", server.url) as b, node(tmp_path / "c", server.url) as c, under(fault, server):
+    with (
+        node(tmp_path / "b", server.url) as b,
+        node(tmp_path / "c", server.url) as c,
+        repeated(partial(fault, server), 0.3),
+    ):
         nodes = [run(path, model, *steps) for path in (b, c)]
         results = [each.result() for each in nodes]
     assert all(result.outputs == first.outputs for result in results)
 
 
+@pytest.mark.skipif(bool(MooncakeServer.missing()), reason=MooncakeServer.missing())
+def test_a_full_pool_changes_no_token(model: Path, tmp_path: Path) -> None:
+    """While the shared store has no memory, a node loads pages from its own disk, and other nodes compute. Once it has
+    memory, nodes share pages again."""
+    with full_pool() as (server, other, keys):
+        with node(tmp_path / "a", server.url) as path:
+            first = run(path, model, "run each", "reset", "run each", is_patient=True).result()
+        with node(tmp_path / "b", server.url) as path:
+            second = run(path, model, "run each", is_patient=True).result()
+        assert first.cached == [[0, 0], [CACHED, CACHED]]
+        assert second.cached == [[0, 0]] and second.outputs == first.outputs
+        assert other.delete(keys) > 0
+        with node(tmp_path / "c", server.url) as path:
+            run(path, model, "run each").result()
+        with node(tmp_path / "d", server.url) as path:
+            last = run(path, model, "run each", is_patient=True).result()
+        assert last.cached == [[CACHED, CACHED]] and last.outputs == first.outputs
+
+
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_a_slow_link_changes_no_token(server: S3Server, model: Path, tmp_path: Path) -> None:
-    """At 1 MB/s."""
+    """A link of 1 MB/s changes no output token."""
     with node(tmp_path / "a", server.url) as path:
         first = run(path, model, "run each").result()
     port = int(server.endpoint.rpartition(":")[2])

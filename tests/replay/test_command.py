@@ -51,8 +51,9 @@ def rows_of(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_every_size_and_policy_has_a_row(tmp_path: Path, processes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows are those of single replays, in one process and in several, with those of one tier as large and of twice the
-    host, and the tables show them. Sizes in bytes are those in tokens; the warm-up counts in no row."""
+    """Rows equal those of single replays, in one process and in several. Further rows are for one tier of the total
+    size, and for a host of twice the size. The tables show all rows. Sizes in bytes equal those in tokens, and no row
+    counts the warm-up."""
     path = trace_file(tmp_path, 120)
     size = ["--host-bytes", "200KiB", "--bytes-per-token", "4", "--host-bytes-per-token", "2"]
     flags = ["--device-blocks", "60", "500", *size, "--policies", "lru,filo", "--warm-up", "0.25", "--curve"]
@@ -80,7 +81,7 @@ def test_every_size_and_policy_has_a_row(tmp_path: Path, processes: str, capsys:
 
 
 def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
-    """With rates from a file and flags, rows have times; a higher speed of prefill makes them shorter."""
+    """With rates from a file and flags, rows have times. A higher speed of prefill makes them shorter."""
     path, rates = trace_file(tmp_path), tmp_path / "rates.json"
     rates.write_text(json.dumps(RATES))
     hinted = rows_of(tmp_path, str(path), "--device-blocks", "100", "--policies", "lru", "--hints", "next,session")
@@ -93,7 +94,8 @@ def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
 
 
 def test_times_are_sums_of_copies_and_computing() -> None:
-    """By hand: 8 tokens from host and disk, 4 computed; at least the last token is."""
+    """Times equal a computation by hand: 8 tokens are copied from host and disk, and 4 are computed. At least the last
+    token is computed."""
     costs = TierCosts(10.0, 100.0, None, 1000.0, 500.0, prefill_pair_s=0.01)
     tokens = [np.array(tokens) for tokens in ([12, 12], [0, 12], [4, 0], [4, 0])]
     first, second = costs.ttft_s(*tokens)
@@ -105,8 +107,8 @@ def test_times_are_sums_of_copies_and_computing() -> None:
 
 
 def test_rates_are_found_in_files(tmp_path: Path) -> None:
-    """The statistics of an engine after a read, a load and a prompt, and plain rates; zeros are unknown; later files
-    and flags count more."""
+    """Rates are read from the statistics of an engine after a read, a load and a prompt, and from files of plain rates.
+    Zeros are unknown rates. Rates of later files and of flags replace earlier ones."""
     files = [tmp_path / name for name in ("stats.json", "plain.json")]
     store, tokens = PacedStore(Clock()), tokens_of(1)
     fill(store, tokens)
@@ -133,7 +135,7 @@ def test_rates_are_found_in_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 1, "cases": []}', '{"bytes_per_token": "x"}'])
 def test_a_file_without_rates_is_refused(tmp_path: Path, content: str) -> None:
-    """The message names the file."""
+    """The error about a file without rates names the file."""
     path = tmp_path / "rates.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match="rates"):
@@ -142,7 +144,8 @@ def test_a_file_without_rates_is_refused(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.long
 def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
-    """Two forks replay. Ctrl-C, sent to all as a terminal does: one line, status 130, no process and no file left."""
+    """Two forks replay. Ctrl-C is sent to all of them, as a terminal does. The command prints one line and has status
+    130, and no process and no file is left."""
     path, out = trace_file(tmp_path, 2_000), tmp_path / "out.json"
     line = ("replay", path, "--processes", "2", "--json", out)
     with command(*line, start_new_session=True, cwd=ROOT) as process:
@@ -160,8 +163,8 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
 
 
 def test_progress_counts_all_requests() -> None:
-    """Reports of a sweep rise to the requests of all cases, in one process and in several; what the callback raises
-    ends it."""
+    """The progress of a sweep rises to the requests of all cases, in one process and in several. An exception of the
+    callback ends the sweep."""
     trace = trace_of(*([at % 7] for at in range(150)))
     cases = cases_of([ReplaySettings(5)], ("lru", "lfu"))
     one, two = list[int](), list[int]()

@@ -1,4 +1,4 @@
-"""The replay against the engine itself: a request hits as much of each tier in both."""
+"""The replay compared with the engine: a request hits equally many blocks of each tier in both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
 
 TOKEN_BYTES = 192
-NO_LIMIT = 8 << 20  # of the disk, in bytes
+NO_LIMIT = 8 << 20  # limit of the disk in bytes
 
 
 def serve(
@@ -34,11 +34,11 @@ def serve(
     hint: Hint = NO_HINT,
     pass_time: Callable[[], None] = lambda: None,
 ) -> BlockHits:
-    """One request, alone: a token behind the blocks is computed and not committed, for the engine computes the last.
-    The disk is written at its end, when `pass_time` was called."""
+    """Serve one request alone. One more token follows the blocks of the prompt, because the engine computes the last
+    token and does not commit it. The disk is written at the end, after the call of `pass_time`."""
     seen, tokens = engine.inspect, np.array([*blocks, 1 << 20])
     copies = [seen.copies]
-    engine.poll()  # by its clock
+    engine.poll()  # applies the time of the engine's clock
     handle = engine.prefetch(request_id, tokens)
     if (prefetcher := seen.prefetcher) is not None:
         eventually(lambda: (prefetcher.poll(), handle.ended)[1])
@@ -47,7 +47,7 @@ def serve(
     lease = engine.acquire(CacheRequest(request_id, tokens, reserve_tokens=reserve, **asdict(hint)))
     hit = lease.hit
     settle(copies, BOUND_S)
-    if is_exclusive:  # what is computed gets its room once the load has ended
+    if is_exclusive:  # slots for new tokens are allocated after the load has ended
         engine.extend(lease, len(blocks) - lease.length)
     engine.commit(lease, tokens[:-1])
     settle(copies, BOUND_S)
@@ -58,7 +58,7 @@ def serve(
 
 
 def random_hints(seed: str, num_requests: int) -> list[Hint]:
-    """True or not, of about half of the requests."""
+    """Random hints: about half of the requests have one. Hints may be wrong."""
     dice, found = random.Random(seed), list[Hint]()
     for _ in range(num_requests):
         kind = dice.random()
@@ -67,7 +67,7 @@ def random_hints(seed: str, num_requests: int) -> list[Hint]:
 
 
 def branching_prompts(seed: str, num_requests: int, most_blocks: int) -> list[Tokens]:
-    """The beginnings of six texts, some of which go on in another way."""
+    """The beginnings of six texts, some of which continue differently."""
     dice = random.Random(seed)
     texts = [[dice.randrange(3) for _ in range(most_blocks)] for _ in range(6)]
     prompts = []
@@ -80,7 +80,7 @@ def branching_prompts(seed: str, num_requests: int, most_blocks: int) -> list[To
 
 
 WRITING = list(product(WRITE_POLICIES, (False, True)))
-# By default each order once, and each way of writing with some of them.
+# By default each policy once, and each write policy with some of them.
 CASES = [
     pytest.param(policy, *writing, marks=() if at == number % len(WRITING) else pytest.mark.long)
     for number, policy in enumerate(sorted(RANK_POLICIES))
@@ -91,14 +91,14 @@ CASES = [
 def sizes_and_rules(
     policy: str, write_policy: str, *, has_disk: bool
 ) -> tuple[int, int, dict[str, int], dict[str, str]]:
-    """Blocks of device and host, and the settings of an engine."""
+    """Blocks of device and host, and the settings of an engine that has them."""
     device, host = (26, 26) if write_policy == "exclusive" else (30, 40)
-    num_slots = device + (write_policy != "exclusive")  # for the token behind
+    num_slots = device + (write_policy != "exclusive")  # one more slot for the token after the blocks
     sizes = {"device_tokens": num_slots, "host_bytes": (host + 1) * TOKEN_BYTES, "page_size": 1, "host_page_size": 1}
     rules = {"eviction_policy": policy, "write_policy": write_policy, "prefetch_mode": "wait_complete"}
-    if write_policy == "exclusive" and policy != "auto" and not has_disk:  # the host of auto has lru
+    if write_policy == "exclusive" and policy != "auto" and not has_disk:  # with "auto" the host has lru
         rules["host_eviction_policy"] = "auto"
-    if has_disk and policy == "auto":  # which ranks pages again that were locked while they were written
+    if has_disk and policy == "auto":  # "auto" ranks pages again that were locked while they were written
         rules["host_eviction_policy"] = "lru"
     return device, host, sizes, rules
 
@@ -106,9 +106,10 @@ def sizes_and_rules(
 @pytest.mark.parametrize("hinted", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("policy", "write_policy", "has_disk"), CASES)
 def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, hinted: bool) -> None:
-    """Pages of one token, requests one after the other, each copy ended before the next step, and the disk written as
-    each request ends; a read from it is several jobs. With hints, one request a second. Under `auto` the engine's
-    device counts uses by nodes of the tree, and the replay by blocks: the sums of all requests are alike."""
+    """Pages have one token, requests run one after the other, each copy ends before the next step, and the disk is
+    written when a request ends. A read from the disk has several jobs. With hints there is one request a second. Under
+    `auto` the engine's device counts uses by nodes of the tree, and the replay by blocks, so only the sums over all
+    requests are compared."""
     device, host, sizes, rules = sizes_and_rules(policy, write_policy, has_disk=has_disk)
     store = MemoryPageStore(NO_LIMIT) if has_disk else None
     order = rules.get("host_eviction_policy", "")
@@ -132,7 +133,8 @@ def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool,
 
 @pytest.mark.parametrize("host", [1, 2, 5])
 def test_a_host_of_a_few_pages_adds_what_it_holds(host: int) -> None:
-    """However few: victims that it has no room for would have left one tier as large as both, too."""
+    """A host of a few pages adds hits for the pages that it holds. Victims for which it has no capacity would also have
+    left one tier of the total size."""
     settings = ReplaySettings(26, host, 0, "lru", "exclusive"), ReplaySettings(26 + host, 0, 0, "lru", "write_through")
     simulation, one_tier = (CacheSimulation(each) for each in settings)
     sizes = {"device_tokens": 26, "host_bytes": (host + 1) * TOKEN_BYTES, "page_size": 1, "host_page_size": 1}
@@ -148,8 +150,8 @@ def test_a_host_of_a_few_pages_adds_what_it_holds(host: int) -> None:
 @pytest.mark.parametrize("policy", ["lru", "slru"])
 @pytest.mark.parametrize("budget", [0.125, 0.5])
 def test_the_engine_writes_as_much_within_a_budget(policy: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same hits, and the same blocks on the disk after each request, where the bucket has a few blocks and the
-    budget is below the rate of new pages. Time is counted in requested blocks."""
+    """Within a write budget, hits and the blocks on the disk are equal after each request. The bucket has a few blocks,
+    and the budget is below the rate of new pages. The clock counts requested blocks."""
     device, host, sizes, rules = sizes_and_rules(policy, "write_through", has_disk=True)
     num_asked, num_held = 0, list[int]()
 

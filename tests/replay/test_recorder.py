@@ -1,4 +1,4 @@
-"""Recorded traces: what is written is what came, and it replays."""
+"""Recorded traces: they have the requests that arrived, and can be replayed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hicache.replay.trace import read_trace
 
 
 def test_what_is_recorded_replays(tmp_path: Path) -> None:
-    """Lines are in order of arrival, in whatever order requests ended; blocks are equal where prefix and tenant
-    are. Requests that were never admitted are left out."""
+    """Lines are in order of arrival, in whatever order requests ended. Blocks are equal if prefix and tenant are.
+    Requests that were never admitted are left out."""
     path, now_s = tmp_path / "trace.jsonl", iter(range(100))
     with TraceRecorder(path, 4, clock=lambda: float(next(now_s))) as recorder:
         recorder.arrived("a", np.arange(10), session="x")
@@ -48,9 +48,9 @@ def test_what_is_recorded_replays(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Requests continue, the log has one warning, and the lines written before are a valid trace."""
+    """If the disk fails, requests continue, the log has one warning, and the lines written before are a valid trace."""
     path, (soft, hard) = tmp_path / "trace.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no file may be longer
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # limit of the length of a file
     try:
         with TraceRecorder(path, 4) as recorder:
             for name in range(40):
@@ -64,7 +64,7 @@ def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, caplog: pyte
 
 
 def test_a_recording_writes_over_nothing(tmp_path: Path) -> None:
-    """A file that exists is refused and stays."""
+    """A recording to an existing file is refused, and the file stays."""
     path = tmp_path / "trace.jsonl"
     path.write_text("before")
     with pytest.raises(ConfigError, match="trace"):

@@ -1,4 +1,4 @@
-"""Replays through the tiers: known answers, and the figures of real traces."""
+"""Replays through the tiers, compared with known answers and with the figures of real traces."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from replay_case import synthetic_trace, trace_of
 
 def test_a_scan_has_known_answers() -> None:
     """Fifty documents are read in turn, twenty times. LRU hits nothing in a tier for 49 documents, and all repetitions
-    in a tier for all. A device and a host that hold different pages have the hits of one tier of their total size. The
-    optimum keeps the documents that fit in addition to the running one."""
+    in a tier for all fifty. A device and a host that hold different pages have the hits of one tier of their total
+    size. The optimum keeps the documents that fit in addition to the running one."""
     rounds, documents = 20, 50
     trace = trace_of(*([document] for _ in range(rounds) for document in range(documents)))
     repeated = (rounds - 1) / rounds
@@ -45,7 +45,7 @@ def test_a_scan_has_known_answers() -> None:
 
 
 def test_a_partial_block_counts_for_its_tokens() -> None:
-    """A prompt that is hit whole saves its tokens, not those of whole blocks."""
+    """A prompt that is hit completely saves its own tokens, not those of complete blocks."""
     requests = tuple(TraceRequest(float(at), np.array([1, 2]), 7, 1) for at in range(2))
     result = replay(Trace("generated", 4, requests), ReplaySettings(8))
     assert result.hit_rate == 0.5 and result.tokens_saved == 7 and result.device_tokens.tolist() == [0, 7]
@@ -53,8 +53,8 @@ def test_a_partial_block_counts_for_its_tokens() -> None:
 
 @pytest.mark.parametrize(("policy", "write_policy"), list(zip(sorted(RANK_POLICIES), itertools.cycle(WRITE_POLICIES))))
 def test_tiers_add_up(policy: str, write_policy: str) -> None:
-    """In any order: no tier exceeds its capacity, tiers hit no more than the optimum of their sum, and unlimited ones
-    all that came before."""
+    """For requests in any order, no tier exceeds its capacity. Tiers hit at most the optimum of their total size, and
+    unlimited tiers hit all repetitions."""
     dice = random.Random(policy)
     trace = trace_of(*([dice.randrange(3) for _ in range(dice.randrange(1, 9))] for _ in range(300)))
     settings = ReplaySettings(10, 20, 40, policy, write_policy)
@@ -69,7 +69,7 @@ Prefix = tuple[int, ...]
 
 
 def max_hits(requests: list[Tokens], capacity: int) -> int:
-    """The hits of the best choice of victims, in which the pages of the running prompt stay."""
+    """The hits of the best choice of victims, by trying all choices. The pages of the running prompt stay."""
     prompts = [[tuple(r[:end].tolist()) for end in range(1, len(r) + 1)] for r in requests]
 
     @cache
@@ -93,7 +93,7 @@ def random_trace(dice: random.Random, num_requests: int, most_blocks: int) -> li
 
 
 def test_the_optimum_is_the_best_of_all_choices() -> None:
-    """On small traces, no choice of victims gives more hits, and one gives the same number."""
+    """On small traces no choice of victims has more hits than the optimum, and one has the same number."""
     for seed in range(150):
         dice = random.Random(seed)
         capacity = dice.randrange(1, 7)
@@ -102,8 +102,8 @@ def test_the_optimum_is_the_best_of_all_choices() -> None:
 
 
 def test_the_miss_ratio_curve_is_that_of_replays() -> None:
-    """At every size the blocks that a replay with `lru` hits, of requests that count, and the optimum's misses; prompts
-    longer than a size are cut."""
+    """At every size the curve has the hits of a replay with `lru` over the counted requests, and the misses of the
+    optimum. Prompts longer than a size are cut."""
     complete = Trace("generated", 4, trace_of(*synthetic_trace(300)).requests, num_warm_up=100)
     hits = lru_hits_by_size(complete.prefixes, complete.num_warm_up)
     for blocks in (1, 5, 40, 200, 700, len(hits) - 1):
@@ -119,7 +119,8 @@ def test_the_miss_ratio_curve_is_that_of_replays() -> None:
 
 
 def test_one_tier_takes_of_a_prompt_what_the_device_takes() -> None:
-    """A prompt of four blocks on a device of two: two are hit, by one tier of seven blocks as by tiers of that size."""
+    """A prompt of four blocks runs on a device of two, so at most two blocks are hit. The limit holds for tiers of
+    seven blocks in all, and for one tier of seven blocks."""
     trace, settings = trace_of([1, 2, 3, 4], [5, 6], [1, 2, 3, 4]), ReplaySettings(2, 5)
     for result in (replay(trace, settings), one_tier(trace, settings), optimal(trace, settings)):
         assert result.hit_rate == 2 / 10
@@ -128,7 +129,8 @@ def test_one_tier_takes_of_a_prompt_what_the_device_takes() -> None:
 
 
 def test_copies_are_counted_by_link() -> None:
-    """By hand: what was written and never read is what no later request asked for; the warm-up counts in nothing."""
+    """Copies equal a computation by hand. Written blocks that no later request asked for were never read. The warm-up
+    does not count."""
     prompts = [[1, 2], [3, 4], [5, 6], [1, 2], [1, 2]]
     trace = trace_of(*prompts)
     settings, costs = ReplaySettings(2, 2, None), TierCosts(bytes_per_token=10.0, host_bytes_per_token=5.0)
@@ -143,7 +145,8 @@ def test_copies_are_counted_by_link() -> None:
 
 
 def test_hints_are_what_the_trace_knows() -> None:
-    """By hand: a continuation has all but two blocks of the earlier prompt, and is in the same session."""
+    """Hints equal those found by hand. A continuation has all but at most two blocks of the earlier prompt, and is in
+    the same session."""
     prompts = [[1, 2, 3], [1, 2, 3, 4, 5], [9, 8, 7], [1, 6, 6], [9, 8, 5], [9], []]
     trace = trace_of(*prompts)
     assert hints_of(trace, ()) == [NO_HINT] * 7
@@ -155,7 +158,7 @@ def test_hints_are_what_the_trace_knows() -> None:
 
 
 def test_a_disk_is_an_order_of_uses() -> None:
-    """Against an ordered dict of keys, through evictions and logs that are rewritten."""
+    """The order of a disk equals that of an ordered dict of keys, through evictions and logs that are rewritten."""
     for seed, capacity in enumerate((1, 7, 40, None)):
         dice, disk, known = random.Random(seed), DiskOrder(capacity), OrderedDict[int, bool]()
         written = useful = 0
@@ -184,7 +187,7 @@ def test_a_disk_is_an_order_of_uses() -> None:
 
 
 def test_a_prefix_has_one_id() -> None:
-    """Equal for equal prefixes alone, all from 0 on."""
+    """Two prefixes have the same id only if they are equal. The ids are consecutive from 0 on."""
     dice = random.Random(0)
     prompts = [np.array([dice.randrange(3) << 40 for _ in range(dice.randrange(5))], np.int64) for _ in range(200)]
     found = prefix_ids(prompts)

@@ -1,4 +1,4 @@
-"""Traces of all formats, and refused traces with the line of the fault."""
+"""Traces of all formats, and invalid traces, which are refused with the line of the fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def written(tmp_path: Path, *lines: Any, compressed: bool = False) -> Path:
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_block_trace_is_read_as_it_was_written(tmp_path: Path, compressed: bool) -> None:
-    """Requests come in the order of the file, blank lines aside, with seconds since the first."""
+    """Requests are in the order of the file, without blank lines, with seconds since the first request."""
     lines = [blocks_line(), "", blocks_line(timestamp=3500, hash_ids=[], input_length=0)]
     trace = read_trace(written(tmp_path, *lines, compressed=compressed))
     first, second = trace.requests
@@ -47,7 +47,7 @@ def test_a_block_trace_is_read_as_it_was_written(tmp_path: Path, compressed: boo
 
 
 def test_sessions_have_blocks_of_their_own_size(tmp_path: Path) -> None:
-    """A line with a session has blocks of 64 tokens, of which the partial last one may have no id."""
+    """A line with a session has blocks of 64 tokens. The incomplete last one may have no id."""
     trace = read_trace(written(tmp_path, blocks_line(session=7, input_length=130)))
     assert trace.block_tokens == 64 and trace.requests[0].session == "7"
     assert read_trace(written(tmp_path, blocks_line(input_length=31)), block_tokens=16).block_tokens == 16
@@ -55,7 +55,8 @@ def test_sessions_have_blocks_of_their_own_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [blocks_line, text_line])
 def test_a_fraction_asks_for_the_unit_of_times(tmp_path: Path, line: Any) -> None:
-    """Formats in whole units refuse a time with a fraction, on any line, until the unit is given; that given counts."""
+    """Formats with whole units refuse a time with a fraction, on any line, until the unit is given. Then the given unit
+    is used."""
     path = written(tmp_path, line(timestamp=2), line(timestamp=3.5))
     with pytest.raises(TraceError, match="--time-unit") as caught:
         read_trace(path)
@@ -69,14 +70,15 @@ def test_a_fraction_asks_for_the_unit_of_times(tmp_path: Path, line: Any) -> Non
 
 
 def test_a_recorded_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """The first line gives the block size; ids may be any of 63 bits."""
+    """The first line gives the block size. Ids may have up to 63 bits."""
     trace = read_trace(written(tmp_path, HEADER, recorded_line(blocks=[2**63 - 1, 0], session="x"), recorded_line()))
     assert trace.block_tokens == 4 and [request.session for request in trace.requests] == ["x", ""]
     assert trace.requests[0].blocks.tolist() == [2**63 - 1, 0] and trace.requests[0].input_tokens == 9
 
 
 def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> None:
-    """Whole blocks of 64 tokens of 4 characters: equal as far as the text is, different behind other text."""
+    """Texts become complete blocks of 64 tokens of 4 characters. Blocks are equal if the text up to their end is equal,
+    and differ after different text."""
     texts = ["a" * 600, "a" * 520 + "b" * 300, "b" * 256 + "a" * 256]
     lines = [
         text_line(input=text, timestamp=at) for text, at in zip(texts, (3_000_000, 5_000_000, 4_000_000), strict=True)
@@ -129,7 +131,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path, lines: list[Any], li
 
 
 def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
-    """Cut short or with a flipped byte, the file is named; no request is invented."""
+    """If an archive was cut short or has a flipped byte, the error names the file, and no request is returned."""
     complete = written(tmp_path, *([blocks_line()] * 2000), compressed=True).read_bytes()
     path = tmp_path / "cut.jsonl.gz"
     for damaged in (complete[:-20], complete[:40] + bytes([complete[40] ^ 255]) + complete[41:]):
@@ -139,7 +141,7 @@ def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_block_size_must_be_that_of_the_trace(tmp_path: Path) -> None:
-    """A block of no tokens, and another size than a recorded trace has, are refused."""
+    """A block size of no tokens, and a size that differs from that of a recorded trace, are refused."""
     with pytest.raises(ConfigError, match="block_tokens=0"):
         read_trace(written(tmp_path, blocks_line()), block_tokens=0)
     with pytest.raises(TraceError, match="blocks of 4 tokens"):

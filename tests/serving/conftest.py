@@ -1,4 +1,4 @@
-"""The server that tests share which leave it as it was."""
+"""The server that is shared by all tests that leave its state unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With three tiers, `KEY` and `FULL` places, after requests that hit."""
+    """A server with three tiers and the key `KEY`, which takes at most `FULL` requests. Some requests have already hit
+    its cache."""
     folder = tmp_path_factory.mktemp("server")
     limits = ("--max-running", "2", "--max-queued", str(FULL - 2), "--max-body-bytes", "1MiB", "--chunk-tokens", "256")
     sizes = ("--device-tokens", "131072", "--host-bytes", "64MiB", "--disk-path", str(folder / "disk"))

@@ -1,4 +1,4 @@
-"""Answers in JSON: each is what the schema describes, whatever the model would rather say."""
+"""Answers in JSON: each answer matches the schema, whatever tokens the model prefers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def require_counted(text: str | None) -> None:
 
 
 def test_what_may_come_follows_what_came() -> None:
-    """The constraint allows each beginning of a text that the schema describes, and no other text. It ends with that
-    text. A copy continues from its own position."""
+    """The constraint allows each beginning of a text that matches the schema, and no other text. The constraint ends
+    when the text is complete. A copy continues from its own position."""
     first = answers().constraint(json.dumps(SCHEMA))
     text, other = b'{"n": 42, "of":\n"bc"}', None
     for place, byte in enumerate(text):
@@ -52,8 +52,8 @@ def test_what_may_come_follows_what_came() -> None:
 
 
 def test_every_answer_is_what_the_schema_describes(client: openai.OpenAI) -> None:
-    """Of a model of noise: each of several answers, those of a chat and of a stream, and again with the same seed; one
-    that is cut says so. An object of any kind is one too."""
+    """A model with random weights gives valid answers: several answers of one chat, streamed ones, and equal ones for
+    the same seed. A truncated answer has the finish reason "length". The format "any JSON object" works too."""
     messages: Any = [{"role": "user", "content": "count"}]
     create = client.chat.completions.create
     complete = create(model="random", messages=messages, n=3, seed=1, max_tokens=200, response_format=FORMAT)
@@ -71,7 +71,8 @@ def test_every_answer_is_what_the_schema_describes(client: openai.OpenAI) -> Non
 
 
 def test_what_cannot_be_done_names_the_field(server: Server) -> None:
-    """A format that is no such thing, a schema that cannot be kept, and tools: 400, with the field."""
+    """An unknown format, a schema that cannot be applied, and tools are refused with status 400 and the name of the
+    field."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 1}
     schemas: Any = ({"type": "all"}, [], {"enum": ["long" * 10] * 2000})
     wrong = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in schemas]

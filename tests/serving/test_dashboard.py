@@ -17,7 +17,7 @@ from server_case import KEY, SECRET, TINY, Server, serving
 from waiting import eventually
 
 PAGE = Path(__file__).resolve().parents[2] / "hicache" / "serving" / "server" / "dashboard.html"
-# The table of all figures: text by name.
+# The table of all figures, as text by name.
 SHOWN = (
     "Object.fromEntries([...document.querySelectorAll('#all td[data-figure]')]"
     ".map(x => [x.dataset.figure, x.textContent]))"
@@ -33,7 +33,7 @@ def ask(server: Server, num_prompts: int) -> None:
 
 
 def wait_until_equal(page: Page, server: Server) -> Mapping[str, float]:
-    """Until the page has every figure that the server exports, and no other; returns them."""
+    """Wait until the page has every figure that the server exports, and no other figure; returns the figures."""
 
     def shown() -> Mapping[str, float]:
         return {name: float(text.replace(",", "")) for name, text in page.value(SHOWN).items()}
@@ -46,16 +46,16 @@ def wait_until_equal(page: Page, server: Server) -> Mapping[str, float]:
 
 
 def test_the_page_names_no_other_address() -> None:
-    """Page and script name no host; the namespace of SVG is a name, not an address."""
+    """Page and script name no host. The namespace of SVG looks like an address, but is a name."""
     text = re.sub(r"(?m)(^|\s)// .*", "", PAGE.read_text())
     assert set(re.findall(r"//[\w.-]+", text)) == {"//www.w3.org"}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
 def test_the_page_shows_what_the_server_exports(tmp_path: Path) -> None:
-    """Without the key, as `/metrics`: after requests the page has every figure, bars, and charts that show
-    their values of one time together; in light and in dark. The console has no error, and nothing but the server is
-    asked. When the server is gone, the page says so."""
+    """The page needs no key, like `/metrics`. After requests the page has every figure, bars, and charts that together
+    show their values at one time, in light and in dark mode. The console has no error, and the page only requests
+    addresses of the server. If the server stops, the page says so."""
     flags = ("--device-tokens", "4096", "--host-bytes", "8MiB", "--disk-path", str(tmp_path / "disk"))
     with serving(tmp_path, *TINY, *flags, api_key=KEY) as server, browser_page(tmp_path / "profile") as page:
         page.open(f"{server.root}/dashboard")

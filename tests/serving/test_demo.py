@@ -1,4 +1,4 @@
-"""`hicache demo`: models of every kind, stores that stay, sizes that flags give, and its report."""
+"""`hicache demo`: models of every kind, stores that remain after it, sizes given by flags, and its report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ BY_DEFAULT, LONG = "gemma3n_text lfm2", "llama llama4_text gpt_oss qwen3_next ba
 
 
 def saved(tmp_path: Path, row: str) -> str:
-    """The directory of a tiny model of a family, with a tokenizer of bytes and a chat template."""
+    """Save a tiny model of a family, with a tokenizer of bytes and a chat template. Returns the directory of the
+    model."""
     folder = tmp_path / "model"
     save_model(folder, tiny_config(row, vocab_size=260, max_position_embeddings=4096))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
@@ -30,7 +31,7 @@ def saved(tmp_path: Path, row: str) -> str:
 
 
 def from_disk_at_first(outcome: Outcome) -> list[int]:
-    """Tokens of the first turns that the disk had."""
+    """Tokens of each first turn that came from the disk."""
     return [turn.cached.hit.disk for turn in outcome.turns if not turn.number]
 
 
@@ -47,7 +48,7 @@ def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path) -> None:
 
 
 def test_a_difference_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """If the run without a cache yields other tokens the demo says so, and its status is 1."""
+    """If the run without a cache yields other tokens, the demo reports it, and its status is 1."""
 
     class Other(ModelRunner):
         def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -64,8 +65,8 @@ def test_a_difference_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_a_second_demo_finds_the_pages_of_the_first(tmp_path: Path) -> None:
-    """A demo is identical, hits every tier, accounts for every prompt token and prints a line for each turn. With
-    --disk-path, a second run finds all first turns on disk."""
+    """A demo yields the tokens of a run without a cache, hits every tier, accounts for every prompt token and prints a
+    line for each turn. With --disk-path, a second run finds all first turns on disk."""
     flags = ("--model", "random", "--disk-path", str(tmp_path / "store"))
     first = demo(*flags)
     assert first.identical and len(first.turns) == 8
@@ -73,7 +74,7 @@ def test_a_second_demo_finds_the_pages_of_the_first(tmp_path: Path) -> None:
     computed = sum(turn.cached.computed_tokens for turn in first.turns)
     assert sum(first.hit_tokens.values()) + computed == first.prompt_tokens
     assert all(len(turn.cached.tokens) == 4 for turn in first.turns)
-    # None of the upper two tiers holds the working set.
+    # Neither of the upper two tiers holds the working set.
     assert 2 * first.sizes["device"] < first.sizes["working_set"] > first.sizes["host"]
     assert from_disk_at_first(first) == [0] * 4
     assert all(f"{tier} {tokens} (" in first.summary() for tier, tokens in first.hit_tokens.items())
@@ -87,8 +88,8 @@ def test_a_second_demo_finds_the_pages_of_the_first(tmp_path: Path) -> None:
 
 
 def test_flags_go_before_the_sizes_that_the_demo_chooses() -> None:
-    """--host-bytes replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
-    tier it keeps no store of its own."""
+    """Flags replace sizes that the demo chooses: --host-bytes replaces its host_bytes, and settings of the disk apply
+    to its own store. Without a host tier the demo has no store."""
     outcome = demo("--model", "random", "--host-bytes", "auto", "--disk-level", "0", "--dtype", "auto")
     assert outcome.sizes["device"] < outcome.sizes["host"] <= 2 * outcome.sizes["device"] + 64
     assert outcome.stats["persist.bytes"] > 0
@@ -97,9 +98,9 @@ def test_flags_go_before_the_sizes_that_the_demo_chooses() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)  # it waits for nothing but the processor, whoever else has it
+@pytest.mark.timeout(1800)  # the demo waits for nothing but the processor, which other processes may use
 def test_the_default_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo of the random model is identical and hits all tiers."""
+    """The demo of the random model yields the tokens of a run without a cache, and hits all tiers."""
     assert main(["demo", "--model", "random"]) == 0
     printed = capsys.readouterr().out
     assert "identical: yes" in printed and not any(f"{tier} 0 " in printed for tier in TIERS[:-1])
@@ -107,7 +108,8 @@ def test_the_default_demo(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.gpu
 def test_the_demo_on_a_gpu(tmp_path: Path) -> None:
-    """On CUDA the same demo is identical, hits all tiers, and a store filled there serves a second run."""
+    """On CUDA the demo yields the tokens of a run without a cache and hits all tiers. A second run uses the store that
+    it filled."""
     flags = ("--model", "random", "--device", "cuda", "--disk-path", str(tmp_path / "store"))
     first, second = demo(*flags), demo(*flags)
     for outcome in (first, second):

@@ -1,4 +1,4 @@
-"""Captured passes, as far as a CPU can test them: loads that a replay waits for, and compiled sizes."""
+"""Captured passes, as far as a CPU can test them: the loads for which a replay waits, and the compiled batch sizes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ WINDOW, FULL = "window", "full"
         ((FULL, FULL, FULL), {2}),
         ((WINDOW, FULL, WINDOW, WINDOW, FULL), {3, 4}),
         ((FULL, WINDOW, FULL, WINDOW), {2, 3}),
-        # The pool keeps the first layer whole: its load is one of full attention.
+        # The pool keeps all tokens of the first layer, so its load is one of full attention.
         ((WINDOW, WINDOW, WINDOW), {0, 2}),
     ],
 )
 def test_a_replay_waits_for_the_last_layer_of_each_load(kinds: tuple[LayerKind, ...], expected: set[int]) -> None:
-    """One layer for full attention and one for windows, whichever layers the pool stores with either."""
+    """A replay waits for one layer for full attention and one for windows, the last ones that the pool stores of either
+    kind."""
     window = 8 if WINDOW in kinds else 0
     geometry = ModelGeometry(len(kinds), 1, 16, layer_kinds=kinds, window=window)
     config = EngineConfig(device_tokens=256, host_bytes=0, max_context_len=64, dtype="float32", device="cpu")
@@ -42,7 +43,7 @@ def test_a_replay_waits_for_the_last_layer_of_each_load(kinds: tuple[LayerKind, 
 
 @pytest.mark.long
 def test_each_size_of_batch_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many sizes there are: torch.compile by itself gives up after some."""
+    """Every batch size is compiled, however many there are. torch.compile alone stops compiling after some sizes."""
     model, counter = shared(tiny_llama, layers=1, device="cpu"), CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
@@ -58,11 +59,11 @@ def test_each_size_of_batch_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 def test_a_capture_that_fails_spoils_nothing() -> None:
-    """Passes of a model that cannot be captured run without graphs; random numbers and later captures work."""
+    """Passes of a model that cannot be captured run without graphs. Random numbers and later captures still work."""
     model = shared(tiny_llama)
 
     def decode(batch: DecodeBatch) -> torch.Tensor:
-        return batch.words.sum().item() * batch.words  # waits for the device, which fails a capture at its end
+        return batch.words.sum().item() * batch.words  # waits for the device, so the capture fails at its end
 
     with tiny_engine(model) as engine:
         context = PassContext(model, engine, geometry_of(model))

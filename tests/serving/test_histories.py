@@ -1,5 +1,5 @@
 """Random histories of the scheduler (tests/support/serving_fuzz.py): all accounts hold after every step, and every
-answer is the one without a cache."""
+answer equals the answer without a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serving_fuzz import KINDS, run
 
 
 def _assert_everything_happened(counts: Counter[str]) -> None:
-    """Each kind of event occurred."""
+    """Assert that each kind of event occurred."""
     ends = ("length", "stop", "abort", "timeout", "preemptions", "admitted again", "interrupts")
     for what in (*ends, "device", "host", "restore.failures"):
         assert counts[what] > 0, f"no {what} in {dict(counts)}"
@@ -19,25 +19,26 @@ def _assert_everything_happened(counts: Counter[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "latent", "model"])
 def test_random_histories_with_stores(kind: str) -> None:
-    """As below, with a disk and a remote store."""
+    """The histories of the next test, with a disk and a remote store."""
     run(kind, 1, 24)
 
 
 def test_random_histories() -> None:
     """Requests of toy models, and of a transformer in float32, on tiny tiers that fail. Each complete answer equals the
     answer without a cache, each incomplete one is a prefix of it, and at the end no request holds anything. Histories
-    of even seeds have no stores: they follow from their seeds, and each kind of event occurs in them."""
+    of even seeds have no stores, so the seed determines them; each kind of event occurs in them."""
     _assert_everything_happened(run("window", 0, 24) + run("hybrid", 0, 24))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-def test_ten_thousand_requests(kind: str) -> None:
-    """A quarter of about ten thousand requests, in histories of 60."""
+def test_a_thousand_requests(kind: str) -> None:
+    """A thousand requests of each kind of model, in histories of 60 requests. Half of the histories have a disk. How
+    fast the disk reads decides whether computing overlaps with reading, so this may occur in no history."""
     counts: Counter[str] = Counter()
-    for seed in range(100, 156):
+    for seed in range(100, 117):
         counts += run(kind, seed, 60)
     _assert_everything_happened(counts)
-    for what in ("disk", "backup.failures", "prefetch.overlap_loaded_tokens", "persist.failed_pages"):
+    for what in ("disk", "backup.failures", "persist.failed_pages"):
         assert counts[what] > 0, f"no {what} in {dict(counts)}"

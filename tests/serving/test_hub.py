@@ -1,4 +1,4 @@
-"""Models by their names in a hub, which is a server of this machine here."""
+"""Models that are named as in a hub. Here the hub is a server on this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ assert "torch" not in sys.modules
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for models whose files are in no large storage."""
+    """A hub that answers as the real one does for models whose files are not in large-file storage."""
 
     def do_GET(self) -> None:
         name, _, what = self.path.removeprefix("/api/models").strip("/").partition("/revision/")
@@ -69,7 +69,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
@@ -85,8 +85,8 @@ def hub() -> Iterator[str]:
 
 
 def chosen(endpoint: str, home: Path, *names: str) -> list[str]:
-    """The choice of each name in a separate interpreter, because the hub's address is read once. It does not import
-    torch."""
+    """The model that is chosen for each name. A separate interpreter chooses the models, because the hub's address is
+    read once. This interpreter must not import torch."""
     kept: Mapping[str, str] = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment = {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", CHOOSE, *names]
@@ -96,8 +96,8 @@ def chosen(endpoint: str, home: Path, *names: str) -> list[str]:
 
 
 def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
-    """Configuration, tokenizer and safetensors are downloaded to the cache, but no pickle and no code. A cached model
-    is used without the hub. A model that the hub lacks is one error line."""
+    """Configuration, tokenizer and safetensors are downloaded to the cache; pickle files and code are not downloaded. A
+    cached model is used without the hub. A model that the hub lacks is one error line."""
     with hub() as endpoint:
         printed, reported, again, missing, pickled = chosen(
             endpoint, tmp_path, "tiny/model", "tiny/model", "tiny/missing", "tiny/pickled"
@@ -114,8 +114,8 @@ def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
 
 
 def test_what_another_program_left_in_the_cache_is_completed(tmp_path: Path) -> None:
-    """A snapshot of which any file is missing is no model: the hub is asked for the rest, and where no hub is, the
-    error says so. A complete one needs no hub."""
+    """A snapshot without all its files is no model: the missing files are downloaded from the hub, or the error says
+    that no hub answers. A complete snapshot needs no hub."""
     models, cache = ("tiny/model", "tiny/parted"), tmp_path / "hub"
     with hub() as endpoint:
         chosen(endpoint, tmp_path, *models)
@@ -124,7 +124,7 @@ def test_what_another_program_left_in_the_cache_is_completed(tmp_path: Path) -> 
         complete = cache / f"models--{name.replace('/', '--')}"
         shutil.rmtree(
             complete / "trees", ignore_errors=True
-        )  # a listing, which earlier versions of the hub's tools lack
+        )  # earlier versions of the hub's tools write no such listing
         for file in (complete / "snapshots" / REVISION).iterdir():
             broken.append(f"{name}-without-{file.name}")
             copy = cache / f"models--{broken[-1].replace('/', '--')}"

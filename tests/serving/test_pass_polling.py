@@ -1,4 +1,4 @@
-"""Overlapped prefill: a request is computed from its beginning while a store reads its pages from the end.
+"""Overlapped prefill: the device computes a request from its beginning while a store reads its pages from the end.
 
 The test sets the number of reads between two steps, so it decides where computing and reading meet.
 """
@@ -44,7 +44,7 @@ def _model(family: str) -> Any:
 
 
 def _engine(model: Any, store: PacedStore, **settings: Any) -> CacheEngine:
-    """One reader, which is given two pages at a time, and room for all."""
+    """An engine with one reader, which reads two pages at a time, and with capacity for all prompts."""
     advanced = {"transfer_chunk_tokens": 2 * PAGE, "staging_bytes": 1 << 20}
     advanced |= {"disk_reader_threads": 1, "disk_io_timeout_s": 1e8}
     defaults = {"prefetch_mode": "auto", "prefill_tokens_per_s": "auto", "host_bytes": 8 << 20, "device_tokens": 1024}
@@ -57,7 +57,7 @@ def _scheduler(engine: CacheEngine, model: Any) -> Scheduler:
 
 @contextmanager
 def _restarted(model: Any, *prompts: np.ndarray, **settings: Any) -> Iterator[Any]:
-    """An engine over a store that has the pages of these prompts, and reads none that is not allowed."""
+    """An engine over a store that has the pages of these prompts. The store only reads when the test allows it."""
     store = PacedStore(Clock())
     with _engine(model, store) as engine:
         _scheduler(engine, model).run([Request(f"f{n}", tokens, 1) for n, tokens in enumerate(prompts)])
@@ -76,8 +76,8 @@ def _restarted(model: Any, *prompts: np.ndarray, **settings: Any) -> Iterator[An
 def _serve(
     engine: CacheEngine, store: PacedStore, scheduler: Scheduler, reads: Iterable[int]
 ) -> dict[str, RequestOutput]:
-    """Step to the end, with `reads[i]` reads after step i. All accounts hold after each step. Each step begins when the
-    next read has reached the store."""
+    """Run steps until all requests end, with `reads[i]` reads after step i. All accounts hold after each step. Each
+    step begins when the next read has reached the store."""
     outputs, prefetcher = dict[str, RequestOutput](), engine.inspect.prefetcher
     assert prefetcher is not None
 
@@ -102,8 +102,8 @@ def _serve(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computing_meets_what_comes(family: str) -> None:
-    """The answer equals the one without a cache. If reads are as fast as computing, about half of the prompt is read,
-    and no page twice. With recurrent states the loaded state replaces the computed one."""
+    """The answer equals the answer without a cache. If reads are as fast as computing, about half of the prompt is
+    read, and no page is read twice. With recurrent states the loaded state replaces the computed one."""
     model, tokens = _model(family), prompt(NUM_PAGES * PAGE + 5, seed=1)
     with _restarted(model, tokens) as (engine, store):
         scheduler = _scheduler(engine, model)
@@ -119,7 +119,8 @@ def test_computing_meets_what_comes(family: str) -> None:
 
 
 def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
-    """A store reads no page, or none after the first: pages that were read are joined, and all others are computed."""
+    """If a store reads no page, or none after the first, the request joins the pages that were read and computes all
+    others."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     for reads in ([0] * 50, [0, 1, 0] + [0] * 50):
         with _restarted(model, tokens) as (engine, store):
@@ -132,7 +133,8 @@ def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
 
 
 def test_of_two_with_one_prefix_one_computes_and_one_reads() -> None:
-    """Each page is read once, and computed once, but for a pass's worth where they meet."""
+    """Of two requests with one prefix, one computes its pages and the other reads them. Each page is read once and
+    computed once, except for a pass's worth of tokens where reading and computing meet."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     with _restarted(model, tokens) as (engine, store):
         scheduler = _scheduler(engine, model)
@@ -145,8 +147,8 @@ def test_of_two_with_one_prefix_one_computes_and_one_reads() -> None:
 
 
 def test_with_other_requests_the_rule_decides() -> None:
-    """While another request decodes, one whose prefix is read as fast as it is computed waits for it and computes
-    nothing; once alone it computes."""
+    """While another request decodes, a request whose prefix is read as fast as it is computed waits for the reads and
+    computes nothing. When the other request has ended, it computes."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     with _restarted(model, tokens) as (engine, store):
         engine.observe_prefill(1000, 1e6)
@@ -167,12 +169,12 @@ def test_with_other_requests_the_rule_decides() -> None:
 def test_the_bound_on_overtaking_holds_for_a_request_that_yields(
     is_behind: list[bool], overtake_s: float, order: str
 ) -> None:
-    """While its store brings nothing, a preemptible request is overtaken by one submitted 10 s later and by none
-    submitted 20 s later; also where the device is often behind with the last pass."""
+    """While its store reads nothing, a preemptible request may be overtaken by a request submitted 10 s later, but not
+    by one submitted 20 s later. The bound also holds if the device has often not finished the last pass."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     looks = mock.PropertyMock(side_effect=itertools.cycle(is_behind))
     with _restarted(model, tokens) as (engine, store), mock.patch.object(PrefillMeter, "is_behind", looks):
-        engine.observe_prefill(1000, 1e6)  # waiting for the store costs less: the request is preemptible to the end
+        engine.observe_prefill(1000, 1e6)  # waiting for the store costs less, so the request stays preemptible
         scheduler = Scheduler(
             engine, tiny_runner(model, engine), chunk_tokens=400, max_overtake_s=overtake_s, clock=store.clock
         )
@@ -186,7 +188,8 @@ def test_the_bound_on_overtaking_holds_for_a_request_that_yields(
 
 
 def test_a_prompt_longer_than_the_room_on_the_host_joins_it_in_parts() -> None:
-    """Pages without free host pages are read once the first part is on the device."""
+    """If the host has too few free pages for a prompt, the other pages are read after the first part has been loaded to
+    the device."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     page_bytes = geometry_of(model).layer_num * 2 * 2 * 16 * 4 * PAGE
     with _restarted(model, tokens, host_bytes=37 * page_bytes) as (engine, store):

@@ -24,7 +24,7 @@ from serving_case import decode, geometry_of, plain_logits, prompt, shared, tiny
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 WINDOW = 12
-# Latent rows: without a projection of queries, with interleaved rotary parts, and with recurrent layers.
+# Families with latent rows: without a projection of queries, with interleaved rotary parts, and with recurrent layers.
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "kimi_linear")
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": partial(shared, tiny_llama, kv_heads=1),
@@ -62,7 +62,7 @@ def prefill(pools: Pools, runner: ModelRunner, lease: Lease, tokens: np.ndarray,
 
 
 def spoil(pools: Pools) -> None:
-    """Leave stale slots in the first row, NaN in what they hold, and garbage in every free state."""
+    """Put stale slots into the first row, NaN into these slots, and garbage into every free state."""
     before = pools.lease(200 if not pools.geometry.window_layers else 60)
     for layer_id in pools.geometry.full_layers:
         for buffer in pools.pool.layer_buffers(layer_id):
@@ -83,9 +83,9 @@ def spoil(pools: Pools) -> None:
     ],
 )
 def test_a_batch_gets_the_logits_of_each_request_alone(name: str, attention: Attention) -> None:
-    """However prompts are cut into chunks, and of whatever lengths requests are decoded in one batch, each pass gives
-    the logits of a plain forward: over stale slots and states, with window slots freed as they fall behind. Attention
-    over slots expands one latent row for each token that is decoded, whatever the prefix."""
+    """However prompts are cut into chunks, and whatever the lengths of requests in a decode batch, each pass gives the
+    logits of a plain forward. Slots and states are stale before, and window slots are freed as soon as possible.
+    Attention over slots expands one latent row for each decoded token, whatever the length of the prefix."""
     model, pools, runner = make(name, attention)
     spoil(pools)
     cuts = {120: (5, 6, 20, 27, 80, 120), 17: (17,), 13: (1, 2, 3, 13), 40: (33, 40), 0: ()}
@@ -134,7 +134,8 @@ def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(
     name: str, attention: Attention, expanded_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call computes chunks of prompts, with and without a prefix, and decode steps in any order. Each chunk gets
-    the logits of its last `num_logits` tokens. Latent rows give the same for any number of heads expanded at a time."""
+    the logits of its last `num_logits` tokens. Latent rows give the same logits for any number of heads expanded at a
+    time."""
     monkeypatch.setattr(latent, "MAX_EXPANDED_BYTES", expanded_bytes)
     model, pools, runner = make(name, attention)
     parts = [(39, 40), (60, 90), (0, 17), (63, 64), (0, 20), (8, 9)]
@@ -158,8 +159,8 @@ def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 def test_a_chunk_with_a_large_mask_runs_in_several_passes(name: str) -> None:
-    """A maximum of mask entries changes the number of passes, also of a first chunk, not the logits, however many are
-    wanted; a state consumes each token once."""
+    """A maximum of mask entries changes the number of passes, also for a first chunk. The maximum does not change the
+    logits, however many are requested. A state consumes each token once."""
     model, pools, runner = make(name, max_mask_entries=100 * 9)  # 9 rows per pass
     tokens, passes = prompt(100, seed=4), []
     hook = model.model.register_forward_pre_hook(
@@ -177,7 +178,7 @@ def test_a_chunk_with_a_large_mask_runs_in_several_passes(name: str) -> None:
 
 
 def test_window_layers_in_a_full_attention_pool() -> None:
-    """A window model is also served from a pool with one slot space, which keeps the KV of all tokens."""
+    """A window model is also served from a pool with one slot space. This pool keeps the KV of all tokens."""
     model, pools, runner = make("qwen3", keep_windows=True)
     tokens = prompt(60, seed=5)
     logits = prefill(pools, runner, pools.lease(), tokens, 31, 60)[-1]
@@ -186,11 +187,11 @@ def test_window_layers_in_a_full_attention_pool() -> None:
 
 def test_reading_a_freed_window_slot_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that would read a freed window slot raises InvariantError; the slot before the window may be freed."""
-    monkeypatch.setenv("HICACHE_DEBUG", "1")  # on a GPU this is checked in debug mode alone
+    monkeypatch.setenv("HICACHE_DEBUG", "1")  # on a GPU only debug mode checks this
     _, pools, runner = make("mistral", page_size=1)
     tokens, lease = prompt(60, seed=6), pools.lease(60)
     runner.prefill(lease, tokens, 0, 40)
-    # Tokens from 40 on see [29, 40).
+    # Queries from token 40 on read [29, 40).
     pools.free_windows(lease, 29)
     runner.prefill(lease, tokens, 40, 45)
     pools.windows.free_swa(lease.slots_of(29, 30))
@@ -210,7 +211,7 @@ def test_reading_a_freed_window_slot_raises(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_each_layer_waits_for_its_own_load(name: str, attention: Attention, start: int) -> None:
     """A pass over one token or a chunk waits for the load of a layer when it reaches that layer. After a failed load
-    the states of earlier layers are unchanged, and the model serves on."""
+    the states of earlier layers are unchanged, and the model still works."""
     model, pools, runner = make(name, attention)
     tokens, lease, num_layers = prompt(20, seed=3), pools.lease(20), len(pools.geometry.kinds)
     runner.prefill(lease, tokens, 0, start)
@@ -253,7 +254,7 @@ def test_each_layer_waits_for_its_own_load(name: str, attention: Attention, star
     ],
 )
 def test_what_is_stored_in_another_dtype_is_converted(name: str, attention: Attention, settings: Any) -> None:
-    """Pools of narrower rows or states serve a float32 model, with their accuracy."""
+    """Pools with a narrower dtype of rows or states serve a float32 model, with the accuracy of that dtype."""
     model, pools, runner = make(name, attention, **settings)
     tokens = prompt(20, seed=3)
     expected = plain_logits(model, tokens)
@@ -262,10 +263,11 @@ def test_what_is_stored_in_another_dtype_is_converted(name: str, attention: Atte
 
 
 def test_an_expansion_of_another_kind_is_kept() -> None:
-    """A model whose expansion is no plain linear module is served by transformers' own attention alone."""
+    """If the expansion of latent rows is no plain linear module, the model is only served with transformers' own
+    attention."""
 
     class OwnLinear(nn.Linear):
-        """As quantised weights have one."""
+        """A linear module of its own kind, as in quantised weights."""
 
     model = copy.deepcopy(shared(tiny_family, "deepseek_v3"))
     own = OwnLinear(12, 4 * (8 + 6), bias=False, device=model.device)
@@ -277,8 +279,8 @@ def test_an_expansion_of_another_kind_is_kept() -> None:
 
 
 def test_a_chunk_without_slots_and_an_engine_for_another_model_are_refused() -> None:
-    """ShapeError before anything runs: a range outside of the lease, no chunk, pools with layers that the model does
-    not have, or without states."""
+    """These calls raise ShapeError before anything runs: a range outside of the lease, no chunk, pools with layers that
+    the model does not have, or pools without states."""
     model, pools, runner = make("qwen3_next")
     tokens, lease = prompt(40, seed=6), pools.lease(30)
     for start, end in [(0, 31), (5, 5), (-1, 4)]:

@@ -28,8 +28,8 @@ def chunk(lease: Lease, start: int, end: int) -> Chunk:
 
 
 def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
-    """A pass counts once, with the tokens of all its prompts and its own time, so that the speed is the device's and no
-    request's; one that only decodes, one that raises and one that waits for a load count not."""
+    """A pass counts once, with the tokens of all its prompts and its own time, so the result is the speed of the
+    device, not of a request. A pass that only decodes, raises, or waits for a load does not count."""
     clock = Clock()
     with build_engine(config(), GEOMETRY) as engine:
         meter = PrefillMeter(engine, clock)
@@ -46,7 +46,7 @@ def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
             assert meter.saved_s(Hit(device=8, disk=24)) == pytest.approx(
                 {"device": 0.5, "host": 0, "disk": 1.5, "remote": 0}
             )
-        for n in range(3):  # more than the device holds: the first is on the host then
+        for n in range(3):  # more than the device holds, so the first prompt is then on the host
             serve(engine, f"r{n}", TOKENS + n)
             engine.flush()
         with engine.acquire(CacheRequest("c", TOKENS)) as lease:
@@ -59,8 +59,8 @@ def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
 
 
 def test_the_pace_follows_the_position_and_the_machine() -> None:
-    """A pass behind a long cached prefix has fewer tokens than one at the beginning of a prompt, by the measured cost
-    of attention. If the machine becomes slower, later passes are shorter."""
+    """The measured cost of attention makes a pass after a long cached prefix shorter than one at the beginning of a
+    prompt. If the machine becomes slower, later passes are shorter."""
 
     def seconds(start: int, num_tokens: int, slowness: float) -> float:
         return slowness * num_tokens * (1 + (start + num_tokens / 2) / 16_384) / 4000
@@ -81,7 +81,7 @@ def test_the_pace_follows_the_position_and_the_machine() -> None:
 
 @pytest.mark.gpu
 def test_passes_on_the_device_are_timed_there() -> None:
-    """On CUDA a pass counts once the device has finished it, with the time that it took there."""
+    """On CUDA a pass counts when the device has finished it, with its time on the device."""
     with build_engine(config(device="cuda"), GEOMETRY) as engine:
         meter = PrefillMeter(engine)
         with engine.acquire(CacheRequest("a", TOKENS)) as lease:

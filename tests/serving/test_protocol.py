@@ -1,4 +1,4 @@
-"""The fields of requests: the tables of docs/serving.md are what the declarations say, and no field goes unread."""
+"""The fields of requests: the tables of docs/serving.md equal the declarations, and the server reads every field."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_each_field_is_in_one_table(route: str) -> None:
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:
-    """Also a field of the other route, of a message, or of the options of a stream. Null and an empty list ask for
-    nothing, and a field of the table of ignored ones may have any value."""
+    """A field that is not supported is refused by name, also in a message or in stream options, or if it belongs to the
+    other route. Null and an empty list are accepted. A field in the table of ignored fields may have any value."""
     for kind, least in BODIES.values():
         (unknown,) = {"max_completion_tokens", "echo"} - set(kind.model_fields)
         plain = kind.model_validate(least)

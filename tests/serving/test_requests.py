@@ -32,14 +32,14 @@ from serving_case import (
 
 
 def _drain(scheduler: Scheduler) -> dict[str, RequestOutput]:
-    """Outputs by request id, in the order of their ends."""
+    """Run the scheduler to the end. Returns outputs by request id, in the order in which requests ended."""
     return {output.request_id: output for output in scheduler.run()}
 
 
 @pytest.mark.parametrize(("level_s", "order"), [(15.0, "baedc"), (1e9, "beadc"), (0.0, "abcde")])
 def test_a_level_of_priority_is_worth_some_seconds(level_s: float, order: str) -> None:
-    """With one row, requests are served in the order of their arrival less that. So none starves, nor is one preempted
-    that has waited; with 0 priority is ignored."""
+    """With one row, requests are served by arrival time minus the seconds that their priority is worth. So no request
+    starves, and none that has waited is preempted. With 0 seconds a level, priority is ignored."""
     model, clock = shared(tiny_llama), Clock()
     with tiny_engine(model, max_requests=1) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine), priority_level_s=level_s, clock=clock)
@@ -50,7 +50,8 @@ def test_a_level_of_priority_is_worth_some_seconds(level_s: float, order: str) -
 
 
 def test_priority_does_not_reach_the_cache() -> None:
-    """Where nodes of the lowest priority are evicted first, the prompts of a high one go as others do."""
+    """The scheduler's priority is no priority of the cache: under the eviction policy "priority", prompts of a high
+    priority are evicted like others."""
     model = shared(tiny_llama)
     with tiny_engine(model, device_tokens=128, host_bytes=0, eviction_policy="priority") as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
@@ -60,7 +61,8 @@ def test_priority_does_not_reach_the_cache() -> None:
 
 
 def test_the_prompt_of_a_session_that_ends_leaves_first() -> None:
-    """Though it came after another, and was preempted once, which is no end."""
+    """The prompt of a session with an end hint is evicted before an older prompt. The request was preempted once, and
+    the session did not end then."""
     model = shared(tiny_llama)
     with tiny_engine(model, device_tokens=160, host_bytes=0, eviction_policy="auto", max_requests=1) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
@@ -76,8 +78,8 @@ def test_the_prompt_of_a_session_that_ends_leaves_first() -> None:
 
 @pytest.mark.parametrize("limit", ["max_requests", "max_running", "device_tokens"])
 def test_a_higher_priority_takes_the_place_of_a_lower(limit: str) -> None:
-    """A request that finds no row, no place or no slots preempts one of lower priority, and none of its own; the
-    preempted one goes on with the same tokens."""
+    """If a request finds no row, no capacity in the batch or no slots, it preempts a request of lower priority, but
+    none of its own priority. The preempted request continues with the same tokens."""
     model = shared(tiny_llama)
     settings = {"max_requests": 1} if limit == "max_requests" else {}
     settings |= {"device_tokens": 128} if limit == "device_tokens" else {}
@@ -96,7 +98,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower(limit: str) -> None:
 
 
 class Rising:
-    """A constraint: each token is the next number, up to an end."""
+    """A constraint under which each token is the next number, up to an end."""
 
     def __init__(self, end: int, outcome: FinishReason) -> None:
         self.next, self._end, self._outcome = 0, end, outcome
@@ -106,7 +108,7 @@ class Rising:
         return self._outcome if self.next == self._end else None
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        return np.arange(self._end + 1) == self.next  # what it does not know may not come
+        return np.arange(self._end + 1) == self.next  # the constraint forbids tokens that it does not know
 
     def take(self, token: int) -> None:
         assert token == self.next
@@ -115,8 +117,8 @@ class Rising:
 
 @pytest.mark.parametrize("outcome", ["stop", "error"])
 def test_a_constraint_chooses_and_ends(outcome: FinishReason) -> None:
-    """A request gets only tokens that its constraint allows, greedy or drawn, also after a preemption, and ends with
-    the outcome of the constraint. Other requests of the batch are not affected."""
+    """A request gets only tokens that its constraint allows, greedy or sampled, also after a preemption. A request ends
+    with the outcome of its constraint. Other requests of the batch are not affected."""
     model = shared(tiny_llama)
     with tiny_engine(model, device_tokens=176) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
@@ -136,8 +138,8 @@ def test_a_constraint_chooses_and_ends(outcome: FinishReason) -> None:
 
 @pytest.mark.parametrize("host_tokens", [0, 272])
 def test_what_queued_requests_need_is_evicted_last(host_tokens: int) -> None:
-    """On a device, or on a device and a host, that cannot hold everything, a long request that runs before the queue
-    evicts the prefixes that no queued request needs, although they are younger; the queued ones hit."""
+    """The device, or device and host together, cannot hold all prompts. A long request runs before the queued ones, and
+    evicts prefixes that no queued request needs, although they are younger. So the queued requests hit."""
     model = shared(tiny_llama)
     needed, others = [prompt(64, seed=i) for i in range(2)], [prompt(64, seed=10 + i) for i in range(2)]
     settings = {"device_tokens": 128 if host_tokens else 368, "host_bytes": host_tokens * token_bytes(model)}
@@ -161,8 +163,8 @@ def test_what_queued_requests_need_is_evicted_last(host_tokens: int) -> None:
     [("write_through", SamplingParams()), ("write_back", SamplingParams(1.0, top_k=30, seed=5, frequency_penalty=1.0))],
 )
 def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: SamplingParams) -> None:
-    """A request that is preempted in the middle of its answer, and whose slots are taken, loads its pages from the host
-    and goes on with the tokens of a run that was not preempted."""
+    """A request is preempted in the middle of its answer, and another request takes its slots. The preempted request
+    loads its pages from the host and continues with the tokens of a run without preemption."""
     model = shared(tiny_llama)
     low = Request("low", prompt(60, seed=1), 60, params)
     settings = {"device_tokens": 208, "host_bytes": 512 * token_bytes(model), "write_policy": write_policy}
@@ -223,8 +225,8 @@ def test_log_probabilities_are_those_of_a_whole_pass(build: Callable[[], Any]) -
 
 
 def test_a_failed_load_concerns_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one request decodes, the load of another fails twice, which ends that one; a third, whose load fails once,
-    is served after a retry. All others get their tokens as if nothing had happened."""
+    """While one request decodes, the load of a second fails twice, which ends the second. The load of a third fails
+    once, and it is served after a retry. All other requests get the same tokens as without failures."""
     model = shared(tiny_llama, device="cpu")
     cached = {name: prompt(100, seed=i) for i, name in enumerate(["fails", "retries"])}
     scatter, failures = PageMover.scatter, [0]
@@ -261,7 +263,7 @@ def test_a_failed_load_concerns_its_own_request(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_that_ended_before_its_deadline_is_forgotten() -> None:
-    """Its tokens and its callback are freed when it ends, also long before its deadline."""
+    """The tokens and the callback of a request are freed when it ends, also long before its deadline."""
     model, stream = shared(tiny_llama), _Stream()
     forgotten = weakref.ref(stream)
     with tiny_engine(model) as engine:
@@ -279,7 +281,8 @@ class _Stream:
 
 
 def test_a_finished_answer_stays_in_the_cache_and_an_aborted_one_does_not() -> None:
-    """A caller that has what it wants may end a request: the next turn finds the pages of the answer too."""
+    """If a caller finishes a request early, the next turn also hits the pages of its answer. If the caller aborts it,
+    only those of the prompt."""
     model = shared(tiny_llama)
     with tiny_engine(model) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
@@ -298,7 +301,7 @@ def test_a_finished_answer_stays_in_the_cache_and_an_aborted_one_does_not() -> N
             turn = np.concatenate([prompt(32, seed=seed), np.array(tokens)])
             hits[output.finish_reason] = scheduler.run([Request("next", turn, 1)])[0].hit.device
         assert_released(engine)
-    assert hits == {"stop": 68, "abort": 32}  # whole pages of 71 tokens with KV, and those of the prompt
+    assert hits == {"stop": 68, "abort": 32}  # complete pages of 71 tokens with KV, and of the prompt alone
 
 
 WRONG: list[tuple[type, dict[str, Any]]] = [
@@ -320,8 +323,8 @@ WRONG: list[tuple[type, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "wrong"), WRONG, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_wrong_settings_of_a_request_are_refused(kind: type, wrong: dict[str, Any]) -> None:
-    """ConfigError names what is wrong: a prompt of nothing, nothing to generate, a deadline that is no time to come, a
-    priority that is no whole number, sampling out of range."""
+    """ConfigError names the wrong field: an empty prompt, nothing to generate, a deadline that has passed or is no
+    number, a priority that is no integer, sampling out of range."""
     fields = {"request_id": "r", "tokens": prompt(3, seed=0), "max_new_tokens": 1} if kind is Request else {}
     (name,) = wrong
     with pytest.raises(ConfigError, match="prompt" if name == "tokens" else name):
@@ -329,8 +332,8 @@ def test_wrong_settings_of_a_request_are_refused(kind: type, wrong: dict[str, An
 
 
 def test_a_request_that_cannot_be_served_is_refused_at_once() -> None:
-    """A token that is none raises InvalidTokens at submission, an id in use and a scheduler that could compute nothing
-    ConfigError. Nothing is queued, and the next request is served."""
+    """An invalid token raises InvalidTokens at submission. An id in use, and a scheduler that could compute nothing,
+    raise ConfigError. Nothing is queued, and the next request is served."""
     model = shared(tiny_llama)
     with tiny_engine(model) as engine:
         with pytest.raises(ConfigError, match="chunk_tokens"):

@@ -30,7 +30,8 @@ def _prefill(runner: ModelRunner, engine: CacheEngine, name: str, tokens: np.nda
 
 
 def test_a_pass_has_one_launch_for_all_chunks_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those at the end of a sequence and those within a prompt, wherever they come in the call; one for the others."""
+    """All chunks of one token share one launch, at the end of a sequence or within a prompt, at any place in the call.
+    The other chunks share a second launch."""
     model, passes, begin = shared(tiny_llama), [], SlotAttention.begin
 
     def recorded(attention: SlotAttention, slot_pass: SlotPass) -> None:
@@ -55,7 +56,8 @@ def test_a_pass_has_one_launch_for_all_chunks_of_one_token(monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_replayed_graphs_decode_the_tokens_of_passes_without_them(compiled: bool) -> None:
-    """Batches that grow and shrink, behind prefixes that are still being loaded, decode the same with and without."""
+    """Batches that grow and shrink, whose prefixes are still being loaded, decode the same tokens with and without
+    graphs."""
     plain, replayed = (
         _decoded_behind_loads(use_graphs=False),
         _decoded_behind_loads(use_graphs=True, compiled=compiled),
@@ -64,7 +66,7 @@ def test_replayed_graphs_decode_the_tokens_of_passes_without_them(compiled: bool
 
 
 def _decoded_behind_loads(**options: bool) -> list[list[int]]:
-    """The greedy continuations of prompts of whole pages and one token, whose pages are on the host."""
+    """The greedy continuations of prompts of complete pages and one token, whose pages are on the host."""
     model = shared(tiny_llama)
     sequences = [prompt(length, seed=30 + i).tolist() for i, length in enumerate((145, 81, 33))]
     with tiny_engine(model, device_tokens=680, host_bytes=4 << 20) as engine:
@@ -72,7 +74,7 @@ def _decoded_behind_loads(**options: bool) -> list[list[int]]:
         for i, tokens in enumerate(sequences):
             engine.release(_prefill(runner, engine, f"p{i}", np.array(tokens)))
         engine.flush()
-        engine.release(_prefill(runner, engine, "filler", prompt(640, seed=29)))  # takes their place on the device
+        engine.release(_prefill(runner, engine, "filler", prompt(640, seed=29)))  # takes the slots of these pages
         engine.flush()
         lengths = [len(tokens) for tokens in sequences]
         leases = [engine.acquire(CacheRequest(f"r{i}", np.array(tokens))) for i, tokens in enumerate(sequences)]
@@ -94,7 +96,8 @@ def _decoded_behind_loads(**options: bool) -> list[list[int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefix", [0, 700, 40_000])
 def test_long_chunks_attend_as_short_ones(prefix: int) -> None:
-    """cuDNN's attention of a long chunk is that of the kernel over slots, with and without a prefix, to 16 bits."""
+    """For long chunks, with and without a prefix, cuDNN's attention equals that of the kernel over slots, to 16
+    bits."""
     generator = torch.Generator("cuda").manual_seed(0)
     num, heads, kv_heads, dim = MIN_QUERIES + 13, 8, 2, 128
     slots = torch.randperm(prefix + num, device="cuda", generator=generator) + 1
@@ -127,7 +130,8 @@ def test_long_chunks_attend_as_short_ones(prefix: int) -> None:
     ids=["full", "few slots", "few window slots", "few states"],
 )
 def test_a_warm_up_measures_prefill_and_leaves_nothing(build: Callable[[], Any], settings: dict[str, int]) -> None:
-    """After it the engine knows what computing costs, every pool is as it was, and the first request finds no hit."""
+    """After a warm-up the engine knows the speed of prefill, every pool is unchanged, and the first request finds no
+    hit."""
     model = shared(build)
     with tiny_engine(model, prefill_tokens_per_s="auto", **settings) as engine:
         warm_up(engine, tiny_runner(model, engine), chunk_tokens=64, max_running=5)

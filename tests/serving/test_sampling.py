@@ -1,4 +1,5 @@
-"""Choosing the next token: changes of logits, cuts, seeds, frequencies; transformers is the oracle where it can be."""
+"""Choosing the next token: changes of logits, cuts, seeds and frequencies. transformers is the reference where it has
+the same feature."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ LOGITS = np.random.default_rng(0).normal(size=12)
 
 
 def sample(logits: np.ndarray, params: SamplingParams, step: int) -> int:
-    """The twin of a sampled row, by a search in the cumulative sums of the tokens that are kept."""
+    """The twin of a sampled row. The twin searches in the cumulative sums of the kept tokens."""
     order = np.argsort(-logits, kind="stable")[: params.top_k or None]
     weights = np.exp((logits[order] - logits[order[0]]) / params.temperature)
     order, weights = order[weights >= params.min_p], weights[weights >= params.min_p]
@@ -41,8 +42,8 @@ def test_frequencies_are_the_softmax() -> None:
 
 
 def test_a_batch_samples_what_each_row_draws_alone() -> None:
-    """Greedy rows, and rows with any mixture of cuts, over vocabularies of odd sizes and with equal logits: each draws
-    the twin's token of its seed and step."""
+    """A batch has greedy rows, and rows with any mixture of cuts, over vocabularies of odd sizes and with equal logits.
+    Each row draws the token that the twin draws for its seed and step."""
     rng = np.random.default_rng(2)
     for vocab in (1, 2, 33, 1000):
         logits = torch.from_numpy(rng.normal(size=(64, vocab)).round(1).astype(np.float32))
@@ -65,7 +66,7 @@ def test_a_batch_samples_what_each_row_draws_alone() -> None:
 
 
 def test_cuts_keep_the_tokens_that_transformers_keeps() -> None:
-    """Over many seeds every token that its processors keep is drawn, and no other."""
+    """Over many seeds every token that transformers' processors keep is drawn, and no other token."""
     logits = torch.from_numpy(LOGITS).float()[None]
     for params in (
         SamplingParams(1.0, min_p=0.2),
@@ -83,7 +84,7 @@ def test_cuts_keep_the_tokens_that_transformers_keeps() -> None:
 
 def test_changed_logits_are_those_of_transformers() -> None:
     """Biases, delayed stops and the repetition penalty equal those of transformers' processors, and OpenAI's penalties
-    their formula. Rows without changes, and the given logits, stay as they are."""
+    their formula. Rows without changes, and the given logits, stay unchanged."""
     rng, vocab = np.random.default_rng(4), 50
     logits = torch.from_numpy(rng.normal(size=(12, vocab)).astype(np.float32))
     given, expected, changes = logits.clone(), logits.clone(), {}
@@ -113,7 +114,8 @@ def test_changed_logits_are_those_of_transformers() -> None:
 
 
 def test_what_leaves_no_token_draws_one_all_the_same() -> None:
-    """Logits that are all -inf, or no numbers, have no distribution; a token comes out, and other rows are theirs."""
+    """Logits that are all -inf or NaN have no distribution. The row still gets a token, and other rows are not
+    affected."""
     logits = torch.from_numpy(LOGITS).float().repeat(3, 1)
     logits[0], logits[1] = -torch.inf, torch.nan
     params = SamplingParams(1.0, seed=1)

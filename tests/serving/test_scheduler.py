@@ -35,7 +35,7 @@ def _scheduler(engine: CacheEngine, model: Any, **settings: Any) -> Scheduler:
 
 
 def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -> dict[str, RequestOutput]:
-    """Serve all requests, with `engine.check()` after every step. Outputs by request id."""
+    """Serve all requests, with `engine.check()` after every step. Returns outputs by request id."""
     for request in requests:
         scheduler.submit(request)
     outputs: dict[str, RequestOutput] = {}
@@ -46,9 +46,9 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
 
 
 def test_pages_are_exchanged_while_others_are_served(device: str) -> None:
-    """Three long prompts, of which device and host together hold nearly all, are repeated while another request
-    decodes. Each waits for free pages, is loaded in stages, and gets the answer without a cache. The other request gets
-    tokens meanwhile."""
+    """Three long prompts, of which device and host together hold nearly all pages, are repeated while another request
+    decodes. Each prompt waits for free pages, has a staged load, and gets the answer without a cache. The other
+    request gets tokens meanwhile."""
     model = shared(tiny_llama, device=device)
     prompts, short = [prompt(240, seed) for seed in range(3)], prompt(20, 9)
     with tiny_engine(model, device_tokens=384, host_bytes=400 * token_bytes(model)) as engine:
@@ -115,7 +115,8 @@ def test_a_long_prompt_does_not_stop_concurrent_streams(speed: str) -> None:
 
 
 def test_a_prompt_that_never_fits_fails_alone() -> None:
-    """A request too long for the device or the request table fails with PromptTooLong; the others are served."""
+    """A request that is too long for the device or the request table fails with PromptTooLong. Other requests are
+    served."""
     model = shared(tiny_llama)
     with tiny_engine(model, device_tokens=128, max_context_len=512) as engine:
         requests = [
@@ -130,7 +131,7 @@ def test_a_prompt_that_never_fits_fails_alone() -> None:
     for name, setting in settings.items():
         assert outputs[name].finish_reason == "error"
         assert isinstance(outputs[name].error, PromptTooLong) and setting in str(outputs[name].error)
-    # The tokens generated before the device was full are right.
+    # The tokens generated before the device was full are correct.
     grown = outputs["grows"].tokens
     assert len(grown) >= 20 and grown == plain_greedy(model, prompt(100, seed=3), len(grown), grown)
     assert outputs["fits"].tokens == plain_greedy(model, prompt(60, seed=4), 4)
@@ -164,7 +165,8 @@ def test_states_of_a_long_prompt_hit() -> None:
         tokens = prompt(2250, 5)
         first = serve("first", tokens)
         assert first.cached_len == 0
-        # A prompt of 2048 tokens hits at most 2047: first the state at 1024 of the longer one, then its own at 1984.
+        # A prompt of 2048 tokens hits at most 2047. The first request of this prompt hits the state at 1024 of the
+        # longer prompt, the next one its own state at 1984.
         for num_tokens, hit in ((2250, 2240), (2225, 2048), (2048, 1024), (2048, 1984)):
             again = serve(f"again {num_tokens}", tokens[:num_tokens])
             assert again.cached_len == hit, num_tokens

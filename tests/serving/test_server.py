@@ -1,4 +1,4 @@
-"""`hicache serve` asked by the `openai` package and by plain HTTP, in a process of its own."""
+"""`hicache serve` in its own process, called by the `openai` package and by plain HTTP."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import openai
 
 LONG = f"{SECRET} " * 40
-ENDLESS = 60_000  # tokens: no machine gets there during a test
+ENDLESS = 60_000  # tokens, more than any machine generates during a test
 MODEL = "random"
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    """A text, its token ids, and both in lists have the same answer; a seed repeats it, and usage adds up."""
+    """A text, its token ids, and lists of either have the same answer. A seed repeats the answer, and usage adds up."""
     text, ids = f"{SECRET} one", [256, *f"{SECRET} one".encode()]
     shared: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0}
     first = client.completions.create(prompt=text, **shared)
@@ -45,8 +45,8 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_streams_are_what_is_not_streamed(client: openai.OpenAI) -> None:
-    """The pieces of a streamed completion and chat make up the whole one; usage comes last, or with each event too,
-    where it was asked for."""
+    """The pieces of a streamed completion or chat make up the complete one. If requested, usage is in the last event,
+    or in every event."""
     shared: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "temperature": 0.7, "seed": 3}
     prompts = [f"{SECRET} a", f"{SECRET} bc"]
     complete = client.completions.create(prompt=prompts, **shared)
@@ -73,7 +73,7 @@ def test_streams_are_what_is_not_streamed(client: openai.OpenAI) -> None:
 
 
 def test_cached_tokens_and_tenants(client: openai.OpenAI) -> None:
-    """The second ask finds whole pages; another cache_salt finds none, and all get the same text."""
+    """The second request hits complete pages. With another cache_salt a request hits none. All get the same text."""
 
     def create(**more: Any) -> tuple[str, int]:
         done = client.completions.create(
@@ -91,7 +91,7 @@ def test_cached_tokens_and_tenants(client: openai.OpenAI) -> None:
 
 
 def test_stop_strings(client: openai.OpenAI) -> None:
-    """A stop string ends the text before it, streamed or not, wherever tokens end."""
+    """A stop string ends the answer before its own text, streamed or not, wherever tokens end."""
     shared: dict[str, Any] = {"model": MODEL, "prompt": f"{SECRET} stop", "temperature": 1.0, "seed": 5}
     text = client.completions.create(max_tokens=60, **shared).choices[0].text
     stop = text[20:23]
@@ -159,7 +159,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_fields(server: Server, case: str) -> None:
-    """Status 400 with OpenAI's error body, which names the field and quotes nothing of the prompt."""
+    """A bad field is refused with status 400 and OpenAI's error body, which names the field and quotes nothing of the
+    prompt."""
     path, body, param = BAD[case]
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         body = {**body, "prompt": f"{SECRET} {body['prompt']}"}
@@ -172,7 +173,7 @@ def test_bad_fields(server: Server, case: str) -> None:
 
 
 def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> None:
-    """A key that is none of the two, an unknown model, a long context, a refused field: the library's exceptions."""
+    """A wrong key, an unknown model, a prompt beyond the context and a refused field raise the library's exceptions."""
     import openai
 
     assert len(list(server.client(OLD_KEY).models.list())) == 1
@@ -195,7 +196,8 @@ def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> 
 
 
 def test_errors_of_http(server: Server) -> None:
-    """No JSON, no route, no such method, no key: the right status and always the same body; the server lives on."""
+    """A body that is no JSON, an unknown route, a wrong method and a missing key get the right status and always the
+    same form of body. The server continues."""
     deep = b"[" * 100_000
     cases = [
         ("POST", "/v1/completions", b'{"prompt": "' + SECRET.encode(), 400),
@@ -221,7 +223,8 @@ def test_errors_of_http(server: Server) -> None:
 
 
 def test_large_bodies(server: Server) -> None:
-    """A body over the limit is 413, by its announced length before it is sent, or by its received bytes."""
+    """A body over the limit gets 413: before it is sent if its length is announced, otherwise as soon as too many bytes
+    have arrived."""
     announced = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
     sent = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
     for connection in (announced, sent):
@@ -242,7 +245,8 @@ def test_large_bodies(server: Server) -> None:
 
 
 def test_request_ids(server: Server) -> None:
-    """A client's x-request-id comes back and is in the log with the request's figures; a bad one is replaced."""
+    """A client's x-request-id is in the response, and in the log with the request's figures. An invalid one is
+    replaced."""
     body = json.dumps({"prompt": SECRET, "max_tokens": 3}).encode()
     _, _, headers = ask(server, "POST", "/v1/completions", body, x_request_id="mine-1")
     assert headers["x-request-id"] == "mine-1"
@@ -252,12 +256,13 @@ def test_request_ids(server: Server) -> None:
     assert len(headers["x-request-id"]) == 32
     assert server.status("/health") == server.status("/metrics.json") == 200 and server.status("/healthy") == 404
     server.wait_for_line(status=404)
-    probed = {"/health", "/metrics", "/metrics.json"}  # which would fill a log
+    probed = {"/health", "/metrics", "/metrics.json"}  # probes would fill a log
     assert not [line for line in server.log_lines if line.get("route") in probed]
 
 
 def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> None:
-    """Beyond the limit it is 429 with Retry-After. Clients that go away, streaming or not, free their places."""
+    """A request beyond the limit gets 429 with Retry-After. Clients that disconnect, streaming or not, free their
+    places in the queue."""
     import openai
 
     before = server.metric('hicache_requests_total{outcome="abort"}')
@@ -267,7 +272,7 @@ def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> 
     complete = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
     body = json.dumps({"prompt": SECRET, "max_tokens": ENDLESS}).encode()
     complete.request("POST", "/v1/completions", body, HEADERS)
-    complete.send(b"\r\n")  # bytes behind a request hide nothing
+    complete.send(b"\r\n")  # the server sees a disconnect despite bytes after the request
     server.wait_for("hicache_requests_queued", FULL - 2)
     assert server.metric("hicache_requests_running") == 2
     with pytest.raises(openai.RateLimitError) as full:
@@ -277,12 +282,13 @@ def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> 
     server.wait_for("hicache_requests_queued", FULL - 3)
     stream.close()
     server.wait_idle()
-    assert server.metric('hicache_requests_total{outcome="abort"}') == before + FULL
+    server.wait_for('hicache_requests_total{outcome="abort"}', before + FULL)
     assert client.completions.create(model=MODEL, prompt=SECRET, max_tokens=2).usage
 
 
 def raw(server: Server, sent: bytes) -> tuple[bytes, bytes, bytes]:
-    """The first line, the head and the rest of all that comes until the server closes the connection."""
+    """Send bytes and read until the server closes the connection. Returns the first line, the head and the rest of the
+    response."""
     with socket.create_connection((server.host, server.port), timeout=BOUND_S) as connection:
         connection.sendall(sent)
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -291,8 +297,9 @@ def raw(server: Server, sent: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def test_what_is_no_request(server: Server) -> None:
-    """It has an error's body and an id, and is counted and logged. One of two lengths is refused and the connection
-    closed, for a proxy may take what follows for its body: nothing in it is answered."""
+    """Bytes that are no valid request get an error's body and an id, and are counted and logged. A request with two
+    lengths is refused and its connection closed, because a proxy may take the following bytes for its body. The server
+    never answers the bytes after this request."""
     counted = 'hicache_http_responses_total{route="unknown",status="400"}'
     before = server.metric(counted)
     line, head, rest = raw(server, b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n")
@@ -309,7 +316,7 @@ def test_what_is_no_request(server: Server) -> None:
 
 
 def test_probes_have_places_of_their_own() -> None:
-    """Probes are answered while other requests get 503 with Retry-After."""
+    """Probes are still answered while other requests get 503 with Retry-After."""
     answered: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,5 @@
-"""Bodies and texts that are large: bounded before work is done for them, and that work ends with its client."""
+"""Large bodies and texts: the server limits them before it does work for them, and this work ends if the client
+disconnects."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class _Counting(ByteTokenizer):
-    """A tokenizer whose longest tokens have 1000 characters. `lengths`: of the texts that it encoded."""
+    """A tokenizer whose longest tokens have 1000 characters. `lengths`: the lengths of the texts that it encoded."""
 
     max_token_chars = 1000
 
@@ -41,7 +42,7 @@ class _Counting(ByteTokenizer):
 
 
 class _Blocked(ByteTokenizer):
-    """Encodes nothing until it is `free`."""
+    """A tokenizer that blocks until it is `free`."""
 
     def __init__(self) -> None:
         self.num_begun, self.free = 0, threading.Event()
@@ -73,22 +74,23 @@ def test_refused_before_they_are_tokenized() -> None:
 
 
 def test_a_client_that_leaves_before_its_text_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text is never tokenized; until it leaves it takes a place. One that waits for its tokens too long gets 408,
-    as does one that never ends its body; the time counts from the arrival."""
+    """If a client disconnects before its text is tokenized, the text is never tokenized; until the disconnect the
+    client counts as an open request. A client that waits too long for its tokens, or never ends its body, gets 408. The
+    time counts from the arrival."""
     tokenizer, body = _Blocked(), json.dumps({"prompt": "a"}).encode()
 
     async def ask() -> None:
         async with served(tokenizer) as parts:
             clients = [Client(parts.app, COMPLETIONS, body, sends_all=i < 3) for i in range(4)]
             answers = [asyncio.create_task(clients[i].answer()) for i in range(2)]
-            while tokenizer.num_begun < 2:  # on all threads
+            while tokenizer.num_begun < 2:  # on all threads of the tokenizer
                 await asyncio.sleep(0.001)
             answers += [asyncio.create_task(client.answer()) for client in clients[2:]]
             for client in clients[1:]:
                 client.removed.set()
             assert [(await answer)[0] for answer in answers[1:]] == [499, 499, 499]
             tokenizer.free.set()
-            assert (await answers[0])[0] == 400  # an id beyond the model's vocabulary
+            assert (await answers[0])[0] == 400  # the prompt has an id beyond the model's vocabulary
             assert tokenizer.num_begun == 2
             tokenizer.free.clear()
             waiting = [Client(parts.app, COMPLETIONS, body) for _ in range(MAX_OPEN)]
@@ -116,7 +118,7 @@ def test_a_client_that_leaves_before_its_text_is_tokenized(monkeypatch: pytest.M
 
 
 class _Submitted:
-    """In place of the engine's thread: keeps what is submitted."""
+    """A stand-in for the engine's thread, which keeps the submitted requests."""
 
     alive, num_running = True, 0
 
@@ -139,8 +141,8 @@ class _Submitted:
 def test_a_request_names_where_the_next_turn_may_leave_its_prompt(
     kind: str, fields: dict[str, Any], branch_points: tuple[int, ...]
 ) -> None:
-    """For a chat that is where the generation prompt begins, and a few tokens before the end of any other prompt. A
-    session that ends has no next turn."""
+    """A chat names the position where its generation prompt begins; any other prompt names a position a few tokens
+    before its end. A session that ends has no next turn."""
     tokenizer, thread = ByteTokenizer(), _Submitted()
     prepared = PromptEncoder(tokenizer, PromptLimits(CONTEXT, MAX_OPEN, 260)).prepare(kind, json.dumps(fields).encode())
     assert isinstance(prepared.body, GenerationBody)
@@ -149,7 +151,7 @@ def test_a_request_names_where_the_next_turn_may_leave_its_prompt(
     assert [request.branch_points for request in thread.requests] == [branch_points]
 
 
-# Large bodies by processes: what the tokenizer of this one, which encodes nothing, would not do.
+# Processes tokenize large bodies. The tokenizer of this process encodes nothing.
 PROGRAM = """
 import asyncio, json, os, signal
 from pathlib import Path
@@ -178,7 +180,7 @@ async def outcome(task):
     return prompts, done.body.seed, done.body.stops
 
 async def main():
-    workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), SlowTokenizer, max_cpu_s=0.2)
+    workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), SlowTokenizer, max_cpu_s=2.0)
     ask = lambda prompt: asyncio.create_task(workers.prepare("completion", body(prompt)))
     print(await outcome(ask(["ab", "c" * 9])), await outcome(ask("a" * 65)), await outcome(ask("fail")))
     hung = ask("hang")
@@ -197,9 +199,9 @@ asyncio.run(main())
 
 
 def test_processes_of_large_bodies(tmp_path: Path) -> None:
-    """They answer as a thread would, and a refusal is a refusal. A defect, a process that is killed, and one that
-    computes for too long are a status 500, and the next body is answered. The end of the workers ends all processes,
-    also one that works for a client that has left. A package of our name in the working directory is not imported."""
+    """The processes answer as a thread would, and pass errors on. A defect, a process that is killed, and one that
+    computes for too long give status 500, and the next body is answered. Closing the workers ends all processes, also
+    one that works for a client that has left. A package named hicache in the working directory is not imported."""
     (tmp_path / "hicache").mkdir()
     (tmp_path / "hicache" / "__init__.py").write_text("raise SystemExit")
     first, second, third, fourth = output(PROGRAM, cwd=tmp_path, server="serving").splitlines()
@@ -217,7 +219,8 @@ def test_a_large_body_is_answered_as_a_small_one(server: Server) -> None:
 
 
 def test_uploads_together_are_bounded(server: Server) -> None:
-    """Of more large bodies than may be on their way some are refused, and there is room again when they have left."""
+    """If more large bodies arrive together than the limit allows, some are refused. When the clients of large bodies
+    have left, new bodies are accepted."""
     size = (1 << 20) - 1000
     head = (
         f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
@@ -226,7 +229,7 @@ def test_uploads_together_are_bounded(server: Server) -> None:
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection((server.host, server.port))) for _ in range(10)]
         for client in clients:
-            with contextlib.suppress(ConnectionError):  # refused while it was sent
+            with contextlib.suppress(ConnectionError):  # the server refused the body while it was sent
                 client.sendall(head + b" " * (size - 1))
         refused, _, _ = select.select(clients, [], [], BOUND_S)
         assert refused[0].recv(64).startswith(b"HTTP/1.1 429 ")

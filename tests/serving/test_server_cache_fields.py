@@ -13,8 +13,8 @@ import pytest
 
 from server_case import KEY, SECRET, TINY, Server, ask, serving
 
-LEN, NEW_LEN = 48, 88  # tokens of a prompt; a device of 160 tokens holds two of the first length, or one of each
-HELD = LEN - 4  # the last token is computed, and its page of 4 with it
+LEN, NEW_LEN = 48, 88  # tokens of a prompt; a device of 160 tokens holds two prompts of 48, or one of 48 and one of 88
+HELD = LEN - 4  # the last token is computed, and with it its page of 4
 ENDLESS = 100_000
 
 
@@ -25,7 +25,7 @@ def a_server_with_a_small_device(tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def cached_tokens(server: Server, prompt: Any, **fields: Any) -> int:
-    """Of the prompt, for an answer of a token."""
+    """Send a prompt for an answer of one token; returns its cached tokens."""
     body = json.dumps({"prompt": prompt, "max_tokens": 1, **fields}).encode()
     status, answer, _ = ask(server, "POST", "/v1/completions", body)
     assert status == 200, answer
@@ -44,7 +44,7 @@ def cached_tokens(server: Server, prompt: Any, **fields: Any) -> int:
 def test_hints_decide_what_leaves(
     small: Server, seed: int, first: dict[str, int], second: dict[str, int], stays: int
 ) -> None:
-    """Two prompts are asked once each, and a third one takes the place of one of them."""
+    """Two prompts are sent once each, and a third prompt evicts one of them. The hints decide which one."""
     prompts = [
         np.random.default_rng(seed + i).integers(0, 256, size).tolist() for i, size in enumerate((LEN, LEN, NEW_LEN))
     ]
@@ -55,8 +55,8 @@ def test_hints_decide_what_leaves(
 
 
 def test_a_header_asks_why_tokens_were_computed(small: Server) -> None:
-    """The reasons in the usage add up to the tokens that were not cached. Without the header there are none. This
-    server has no host tier, so it does not know them."""
+    """The reasons in the usage add up to the tokens that were not cached. Without the header the usage has no reasons.
+    This server has no host tier, so it counts the reasons as "unknown"."""
     body = json.dumps({"prompt": [1, 2, 3] * 9, "max_tokens": 1}).encode()
     _, answer, _ = ask(small, "POST", "/v1/completions", body, X_HiCache_Debug="1")
     assert answer["usage"]["prompt_tokens_details"]["missed_tokens_details"] == {"unknown": 27}
@@ -65,7 +65,8 @@ def test_a_header_asks_why_tokens_were_computed(small: Server) -> None:
 
 
 def test_a_lower_priority_is_served_earlier(tmp_path: Path) -> None:
-    """Of two requests that wait for the only place, though the other one came first."""
+    """Two requests wait for the only place in the batch. The one with the lower value of priority is served first,
+    though it arrived later."""
 
     def wait_in_line(name: str, **fields: Any) -> int:
         body = json.dumps({"prompt": SECRET, "max_tokens": 20, **fields}).encode()
@@ -89,7 +90,7 @@ def test_a_lower_priority_is_served_earlier(tmp_path: Path) -> None:
 
 
 def test_a_key_of_the_cache_changes_nothing(server: Server) -> None:
-    """Requests with other keys share pages."""
+    """Requests with different cache keys share pages."""
     prompt = f"{SECRET} in another part of the cache " * 4
     held = len(prompt) // 64 * 64
     assert [cached_tokens(server, prompt, prompt_cache_key=key) for key in ("a", "a", "b")] == [0, held, held]

@@ -1,4 +1,4 @@
-"""Fields and routes of vLLM's and SGLang's servers that OpenAI's API lacks, in `hicache serve`."""
+"""Fields and routes of vLLM's and SGLang's servers that `hicache serve` has beyond OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import openai
 
 LONG = f"{SECRET} " * 40
-ENDLESS = 60_000  # tokens: no machine gets there during a test
+ENDLESS = 60_000  # tokens, more than any machine generates during a test
 MODEL = "random"
 
 
 def test_a_reply_is_sent_back_as_it_came(client: openai.OpenAI) -> None:
-    """The library's own dump of an answer, nulls included, is a message of the next chat, and so is one without
-    content; both have the text that the answer had."""
+    """The library's own dump of an answer, including nulls, is a valid message of the next chat. A dump without content
+    is valid too. Each dump stands for the text of the answer."""
     asked: Any = {"role": "user", "content": f"{SECRET} history"}
     shared: dict[str, Any] = {"model": MODEL, "max_completion_tokens": 3, "temperature": 0, "user": "me", "n": None}
     message = client.chat.completions.create(messages=[asked], **shared).choices[0].message
@@ -43,8 +43,9 @@ def test_a_reply_is_sent_back_as_it_came(client: openai.OpenAI) -> None:
 
 
 def test_several_answers_compute_their_prompt_once(server: Server, client: openai.OpenAI) -> None:
-    """Each of n answers is that of a seed of its own, streamed or not, in a chat or not; all but the first find the
-    prompt in the cache, which is no hit. A client that goes away ends those that wait for the first."""
+    """Each of n answers is the one for its own seed, streamed or not, in a chat or not. All answers but the first find
+    the prompt in the cache, which counts as no hit. If the client disconnects, answers that wait for the first one end
+    too."""
     text = f"several {LONG}"
     shared: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 1.2}
     names = ("hicache_prompt_tokens_total", "hicache_cached_tokens_total", "hicache_admit_uncounted_hit_tokens_total")
@@ -52,7 +53,7 @@ def test_several_answers_compute_their_prompt_once(server: Server, client: opena
     done = client.completions.create(prompt=[text, SECRET], n=3, seed=5, **shared)
     counts = [2 + len(text) + len(SECRET), 0, 2 * (len(text) // 64 * 64)]
     found = lambda: [server.metric(name) - count for name, count in zip(names, before, strict=True)]  # noqa: E731
-    eventually(lambda: found() == counts, found)  # the engine's are at most a second old
+    eventually(lambda: found() == counts, found)  # the engine's figures are at most a second old
     alone = [
         client.completions.create(prompt=prompt, seed=5 + i, **shared).choices[0].text
         for prompt in (text, SECRET)
@@ -78,11 +79,11 @@ def test_several_answers_compute_their_prompt_once(server: Server, client: opena
     server.wait_for_at_least("hicache_requests_running", 1)
     ask_and_leave.close()
     server.wait_idle()
-    assert server.metric('hicache_requests_total{outcome="abort"}') == aborted + FULL
+    server.wait_for('hicache_requests_total{outcome="abort"}', aborted + FULL)
 
 
 def test_tokens_are_chosen_as_asked(client: openai.OpenAI) -> None:
-    """Biases, stop tokens, a least number of tokens and shown special tokens do what vLLM says of them."""
+    """Biases, stop tokens, a minimum number of tokens and shown special tokens have the effects that vLLM documents."""
 
     def create(**more: Any) -> tuple[str, str, int]:
         done = client.completions.create(
@@ -132,12 +133,12 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
             names = ("tokens", "text_offset", "token_logprobs", "top_logprobs")
             joined = {name: [item for part in parts for item in getattr(part, name)] for name in names}
             assert joined["tokens"] == found.tokens and joined["text_offset"] == found.text_offset
-            # Both prompts share their passes or do not, as they come.
+            # The two prompts may or may not run in one pass, depending on their arrival.
             assert joined["token_logprobs"] == pytest.approx(found.token_logprobs, rel=1e-5)
             assert joined["top_logprobs"] == [pytest.approx(top, rel=1e-5) for top in found.top_logprobs]
 
     messages: Any = [{"role": "user", "content": SECRET}]
-    bias = {"logit_bias": {"97": 100}}  # what is told is from before it
+    bias = {"logit_bias": {"97": 100}}  # the reported log probabilities are those before the bias
     chat: dict[str, Any] = {"messages": messages, "logprobs": True, "top_logprobs": 2, **shared, **bias}
     complete = client.chat.completions.create(**chat).choices[0].logprobs
     events = [event.choices[0].logprobs for event in client.chat.completions.create(stream=True, **chat)]
@@ -149,8 +150,8 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_echoed_prompts_have_log_probabilities_as_answers_do(server: Server, client: openai.OpenAI) -> None:
-    """Those of a prompt are what they were when it was generated, whether the cache holds it or not, with an answer
-    behind them or without, and in each of several answers. Without logprobs the text comes alone."""
+    """The log probabilities of an echoed prompt equal those of its generation, whether the cache holds it or not, with
+    or without an answer after it, and in each of several answers. Without logprobs only the text is returned."""
     shared: dict[str, Any] = {"model": MODEL, "temperature": 0, "logprobs": 2}
     begin = [256, *f"{SECRET} echo".encode()]
     generated = client.completions.create(prompt=begin, max_tokens=70, logit_bias={"97": 30}, **shared).choices[0]
@@ -189,8 +190,8 @@ def test_echoed_prompts_have_log_probabilities_as_answers_do(server: Server, cli
 
 
 def test_texts_become_the_tokens_that_prompts_do(server: Server, client: openai.OpenAI) -> None:
-    """/tokenize has the tokens of a completion's prompt and of a chat's, and /detokenize their text; a body of either
-    kind has no fields of the other."""
+    """/tokenize returns the tokens of a completion's prompt and of a chat's, and /detokenize returns their text. A body
+    of one kind may not have fields of the other."""
 
     def post(path: str, body: dict[str, Any], padding: int = 0) -> Any:
         status, answer, _ = ask(server, "POST", path, json.dumps(body).encode() + b" " * padding)
@@ -222,7 +223,7 @@ def test_texts_become_the_tokens_that_prompts_do(server: Server, client: openai.
 
 
 def test_what_asks_whether_a_server_is_there(server: Server) -> None:
-    """/ping and /health, with GET and HEAD, and the version, without a key; the root leads to the dashboard."""
+    """/ping and /health, with GET and HEAD, and the version need no key. The root redirects to the dashboard."""
     for method, path in (
         ("GET", "/ping"),
         ("POST", "/ping"),
@@ -242,8 +243,8 @@ def test_what_asks_whether_a_server_is_there(server: Server) -> None:
 
 
 def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:
-    """A reset empties both memory tiers, or the named one, and the usage shows the tier that had the prompt. An unknown
-    tier or parameter is named."""
+    """A reset empties both memory tiers, or the named one. Afterwards the usage shows the tier that still had the
+    prompt. The error about an unknown tier or parameter names it."""
 
     def post(body: bytes = b"", path: str = "/reset_prefix_cache") -> Any:
         status, answer, _ = ask(server, "POST", path, body)

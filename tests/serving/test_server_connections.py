@@ -1,4 +1,5 @@
-"""Connections: how many, how long, and that their clients are seen to leave. Over an application of a few lines."""
+"""Connections: their limits in number and time, and how the server sees that a client disconnects. The application has
+a few lines."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ from hicache.serving.server.connections import IS_CROWDED, Connection, Connectio
 
 HEAD = b"%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 ASK, HANG, FLOOD = (HEAD % (b"GET " + path, 0) for path in (b"/", b"/hang", b"/flood"))
-DONE = b"done\r\n0\r\n\r\n"  # a chunk, and the end of all
+DONE = b"done\r\n0\r\n\r\n"  # one chunk of a body, and its end
 EVER = 1e6  # seconds
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class App:
-    """Answers "done"; never under /hang; without an end under /flood. `ends`: how requests without an answer ended."""
+    """An application that answers "done". The application never answers under /hang, and answers without an end under
+    /flood. `ends`: how requests without a complete answer ended."""
 
     def __init__(self) -> None:
         self.crowded: list[bool] = []
@@ -66,12 +68,12 @@ def refused(status: int, client: tuple[str, int] | None) -> Response:
 async def serving(
     limits: ConnectionLimits, keep_alive_s: float = EVER
 ) -> AsyncIterator[tuple[App, Callable[[bytes], Awaitable[Streams]]]]:
-    """The application, and a function that opens a connection and sends bytes."""
+    """Run the application. Yields the application, and a function that opens a connection and sends bytes."""
     app, opened = App(), []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         http: Any = partial(Connection, limits)
-        keep_alive: Any = keep_alive_s  # fractions do
+        keep_alive: Any = keep_alive_s  # uvicorn also takes fractions of a second
         config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, timeout_keep_alive=keep_alive)
         server = uvicorn.Server(config)
         task = asyncio.create_task(server._serve([listener]))
@@ -100,7 +102,8 @@ async def is_closed(streams: Streams) -> bool:
 
 
 def test_what_is_no_request() -> None:
-    """It is refused as an answer is given, and its connection closed; where a response has begun, that alone."""
+    """Bytes that are no valid request get an answer of their own, and the connection is closed. If a response has
+    begun, the connection is only closed."""
     many = b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"
 
     async def run() -> None:
@@ -122,7 +125,8 @@ def test_what_is_no_request() -> None:
 
 
 def test_connections_without_a_request_are_closed() -> None:
-    """One that sends nothing, half a head, or half a head behind a response is closed when its time is up."""
+    """A connection that sends nothing, an incomplete head, or an incomplete head after a response is closed after the
+    time limit."""
 
     async def run() -> None:
         async with serving(ConnectionLimits(100, EVER, refused, head_s=0.05)) as (_, connect):
@@ -133,8 +137,8 @@ def test_connections_without_a_request_are_closed() -> None:
 
 
 def test_an_idle_connection_takes_the_next_request() -> None:
-    """After a response a connection has the time of idle ones, which is no head's; then it is closed. The time of a
-    head runs from the first byte of the next request."""
+    """After a response a connection may be idle for the keep-alive time, which is not the time limit of a head; then
+    the connection is closed. The time limit of a head begins with the first byte of the next request."""
 
     async def run() -> None:
         limits = ConnectionLimits(100, EVER, refused, head_s=EVER)
@@ -144,7 +148,7 @@ def test_an_idle_connection_takes_the_next_request() -> None:
             limits.head_s = 0.05
             writer.write(ASK)
             await reader.readuntil(DONE)
-            assert await is_closed(await connect(b""))  # the time of a head has passed
+            assert await is_closed(await connect(b""))  # the time limit of a head has passed
             writer.write(ASK)
             await reader.readuntil(DONE)
             writer.write(ASK[:-2])
@@ -169,8 +173,9 @@ def test_requests_have_their_time() -> None:
 
 
 def test_more_connections_than_may_be() -> None:
-    """For a new one that is closed which has waited longest for a request or for the rest of one, and none that is
-    being answered; if all are, the new one."""
+    """If there are too many connections, a new one closes the one that has waited longest for a request or for the rest
+    of one. A connection whose request is being answered is not closed. If all are being answered, the new one is
+    closed."""
 
     async def run() -> None:
         async with serving(ConnectionLimits(3, EVER, refused, head_s=EVER)) as (app, connect):
@@ -195,7 +200,7 @@ def test_more_connections_than_may_be() -> None:
 @pytest.mark.parametrize("extra", [b"\r\n", ASK * 100])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_client_that_leaves_is_seen(extra: bytes, at_once: bool) -> None:
-    """The disconnect is seen whether the client sent more bytes with its request, later, or not at all."""
+    """The application sees the disconnect, whether the client sent more bytes with its request, later, or none."""
 
     async def run() -> None:
         async with serving(ConnectionLimits(100, EVER, refused, head_s=EVER)) as (app, connect):
@@ -209,8 +214,7 @@ def test_a_client_that_leaves_is_seen(extra: bytes, at_once: bool) -> None:
 
 
 def test_requests_that_come_together() -> None:
-    """Those in one piece are answered one after the other; what comes while one is answered ends the connection with
-    its response."""
+    """Requests in one piece are answered one after the other."""
 
     async def run() -> None:
         async with serving(ConnectionLimits(100, EVER, refused, head_s=EVER)) as (_, connect):
@@ -222,8 +226,8 @@ def test_requests_that_come_together() -> None:
 
 
 def test_an_unknown_parser_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """The installed uvicorn has every part. An untested release with the same parts causes one warning; a method with
-    other parameters, or without an attribute, is refused by name."""
+    """The installed uvicorn has all methods and attributes that the server needs. An untested release that has them too
+    causes one warning. A method with other parameters, or a missing attribute, is refused by name."""
 
     class OtherMethod(H11Protocol):
         pass

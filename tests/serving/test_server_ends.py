@@ -1,4 +1,5 @@
-"""How a server ends: by SIGTERM, killed, not started at all. A local model with its tokenizer and chat template."""
+"""How a server ends: by SIGTERM, by a kill, or before it has started. The server has a local model with a tokenizer and
+a chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from waiting import BOUND_S, eventually
 TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}
 {{- '<s>' + m.role + ': ' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant:' }}{% endif %}"""
 MODEL = "model"
-ENDLESS = 60_000  # tokens: no machine gets there during a test
+ENDLESS = 60_000  # tokens, more than any machine generates during a test
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(server: Server, **more: Any) -> tuple[str, int]:
-    """The text and the cached tokens of one long chat, which its usage splits by tier."""
+    """The text and the cached tokens of one long chat, whose usage splits them by tier."""
     messages: Any = [{"role": "user", "content": f"{SECRET} " * 60}]
     done = server.client().chat.completions.create(
         model=MODEL, messages=messages, temperature=0, max_tokens=20, extra_body={"ignore_eos": True, **more}
@@ -61,7 +62,7 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
             assert b"".join(iter(lambda: idle.recv(4096), b"")).startswith(b"HTTP/1.1 200 ")
         text, cached = chat(server)
         assert cached == 0
-        # Acknowledged by the store: all whole pages of the prompt.
+        # All complete pages of the prompt, which the store has acknowledged.
         num_pages = chat(server)[1] // 16
         assert num_pages > 20
         server.wait_for_at_least("hicache_disk_stored_pages", num_pages)
@@ -80,11 +81,11 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
         assert server.metric('hicache_cached_tokens_total{tier="disk"}') == num_pages * 16
         assert chat(server, cache_salt="other") == (text, 0)
         messages: Any = [{"role": "system", "content": SECRET}]
-        with pytest.raises(openai.BadRequestError):  # by the template
+        with pytest.raises(openai.BadRequestError):  # the template raises
             server.client().chat.completions.create(model=MODEL, messages=messages)
 
         one = server.client().completions.create(model=MODEL, prompt=SECRET, max_tokens=1)
-        assert one.usage is not None and one.usage.prompt_tokens == len(SECRET)  # no bos, as the tokenizer adds none
+        assert one.usage is not None and one.usage.prompt_tokens == len(SECRET)  # no bos: the tokenizer adds none
         short, endless = (
             server.client().completions.create(
                 model=MODEL, prompt=SECRET, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}

@@ -1,5 +1,5 @@
-"""Failures inside of the server: a step or a tokenizer that raises, bodies with many faults, and logs, which must not
-quote clients."""
+"""Failures inside the server: a step or a tokenizer that raises, and bodies with many faults. Logs must not quote
+clients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Failing:
 
 
 class _Raising:
-    """A decoder that decodes nothing."""
+    """A decoder that raises."""
 
     def push(self, token: int) -> str:
         raise ValueError(SECRET)
@@ -62,16 +62,16 @@ class _Raising:
 
 
 class _Undecodable(ByteTokenizer):
-    """A tokenizer that decodes nothing after prompts that end with token 5."""
+    """A tokenizer whose decoder raises for prompts that end with token 5."""
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
         return _Raising() if prompt[-1] == 5 else super().decoder(prompt, skip_special)
 
 
 async def ends_of(parts: ServedApp, *prompts: list[list[int]]) -> list[list[Delta] | BaseException]:
-    """How requests of these prompts end that are generated together."""
+    """Generate for these prompts together. Returns the outcome of each request."""
     bodies = [json.dumps({"prompt": ids, "max_tokens": 9}).encode() for ids in prompts]
-    prepared = [await parts.workers.prepare("completion", body) for body in bodies]  # before any of them may fail
+    prepared = [await parts.workers.prepare("completion", body) for body in bodies]  # first, before any may fail
     generations = [
         parts.frontend.start(each.body, each.prompts, f"r{i}", time.perf_counter()) for i, each in enumerate(prepared)
     ]
@@ -81,7 +81,7 @@ async def ends_of(parts: ServedApp, *prompts: list[list[int]]) -> list[list[Delt
 
 
 def test_a_failed_step(caplog: pytest.LogCaptureFixture) -> None:
-    """A step that raises answers every open request with 500, and all later ones with 503; the thread says so."""
+    """If a step raises, every open request gets 500, and all later requests get 503. The thread logs the error."""
 
     async def serve() -> None:
         async with served(ByteTokenizer(), _Failing) as parts:
@@ -98,7 +98,8 @@ def test_a_failed_step(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_disk_that_refuses_pages(caplog: pytest.LogCaptureFixture) -> None:
-    """The memory tiers are emptied and the server stops in order all the same; both log what is not stored."""
+    """If the disk refuses pages, the memory tiers are still emptied, and the server stops in order. The reset and the
+    stop each log how many pages are not stored."""
     store, ended, tiny = TroubledStore(MemoryPageStore(1 << 20)), threading.Event(), shared(tiny_llama, device="cpu")
     store.trouble = failing(OSError(errno.EIO, "a bad sector"), "put", "reopen")
     engine = tiny_engine(tiny, store=store, host_bytes=1 << 20, write_policy="write_through")
@@ -117,7 +118,7 @@ def test_a_disk_that_refuses_pages(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_tokenizer_that_fails_to_decode(caplog: pytest.LogCaptureFixture) -> None:
-    """Its request ends with 500. Concurrent and later requests are answered."""
+    """A request whose tokens cannot be decoded ends with 500. Concurrent and later requests are answered."""
 
     async def serve() -> None:
         async with served(_Undecodable()) as parts:
@@ -147,7 +148,8 @@ FAULTS: dict[str, tuple[type[GenerationBody], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", FAULTS)
 def test_the_first_faults_are_enough(case: str) -> None:
-    """However many faults a body has, few are collected: a million take gigabytes, and everybody's time."""
+    """However many faults a body has, only a few are collected. A million of them would take gigabytes, and delay every
+    request."""
     body, fields = FAULTS[case]
     with pytest.raises(ValidationError) as refused:
         body.model_validate(fields)
@@ -155,7 +157,7 @@ def test_the_first_faults_are_enough(case: str) -> None:
 
 
 def test_logs_do_not_quote() -> None:
-    """A line of an exception has its class and where it was raised; of a message only the first line is kept."""
+    """The log of an exception has its class and where it was raised. The log only has the first line of a message."""
     try:
         raise ValueError(SECRET)
     except ValueError:

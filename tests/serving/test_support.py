@@ -1,4 +1,4 @@
-"""Which models the runner supports, and the reason in the error for those it does not."""
+"""The models that the runner supports, and the reasons in the errors for other models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FOUND: dict[str, tuple[Callable[[], Any], ModelGeometry]] = {
         lambda: tiny_qwen3_next().to(BF16),
         ModelGeometry(4, 2, 16, None, ("recurrent",) * 3 + ("full",), state=QWEN3_NEXT_STATE, dtype=BF16),
     ),
-    # A layer that is a convolution alone has a temporal state of one zero.
+    # A layer with only a convolution has a temporal state of one zero.
     "convolutions": (
         lambda: shared(tiny_family, "lfm2"),
         ModelGeometry(
@@ -93,7 +93,8 @@ def test_a_layer_may_have_attention_and_a_state_or_neither() -> None:
     ],
 )
 def test_windows_are_found(window: int, build: Callable[[int], Any], kinds: Any) -> None:
-    """Kinds of layers and the window come from the configuration, which is unchanged afterwards, however long it is."""
+    """The kinds of layers and the window come from the configuration, however long the window is. The configuration is
+    unchanged afterwards."""
     model = build(window)
     before = model.config.to_dict()
     assert check_supported(model) == ModelGeometry(len(kinds), 2, 16, layer_kinds=kinds, window=window, dtype=F32)
@@ -102,13 +103,13 @@ def test_windows_are_found(window: int, build: Callable[[int], Any], kinds: Any)
 
 @pytest.mark.parametrize(("row", "limit"), [("llama, rope_type=dynamic", 512), ("phi3, rope_type=longrope", 128)])
 def test_rotary_frequencies_that_follow_the_length_bound_the_context(row: str, limit: int) -> None:
-    """Where all keys change once a sequence passes a length, sequences up to that length are served, and the engine
+    """If all keys change when a sequence exceeds some length, sequences up to that length are served, and the engine
     refuses longer ones."""
     model = shared(tiny_family, row)
     assert geometry_of(model).max_context_len == limit
     tokens = prompt(limit + 20, seed=1)
     part, complete = (plain_logits(model, tokens[:length])[limit - 5] for length in (limit, limit + 20))
-    assert relative_difference(complete, part) > 0.01  # all tokens' keys have changed
+    assert relative_difference(complete, part) > 0.01  # the keys of all tokens have changed
     with tiny_engine(model, max_context_len=1024, device_tokens=1024) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
         long, short = scheduler.run([Request("long", tokens, 4), Request("short", tokens[: limit - 4], 4)])
@@ -133,8 +134,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
         "mistral", "meta", per_layer_config={1: {"sliding_window": 5}}
     ),
     "window_sizes=": _with_several_windows,
-    # A trial is as long as a bound, unless that is longer than a trial may be.
-    "other results over": lambda: tiny_family("gpt_neo", window_size=300).to(BF16),
+    # A trial is as long as the window of a family, up to the maximum length of a trial.
+    "gives different results": lambda: tiny_family("gpt_neo", window_size=300).to(BF16),
     "window_size=5000": lambda: tiny_family("gpt_neo", "meta", window_size=5000, max_position_embeddings=8192),
 }
 
@@ -152,7 +153,8 @@ def test_what_rules_a_model_out_is_named(named: str) -> None:
 
 
 def test_a_choice_of_the_best_keys_is_served_where_all_are_kept() -> None:
-    """Rounding decides between nearly equal scores, unless no prompt has more keys than are kept."""
+    """A family that attends to the best keys is refused, because rounding decides between nearly equal scores. The
+    family is served if no prompt has more keys than the family keeps."""
     assert check_supported(tiny_family("doge", keep_window_size=1 << 20)).layer_num
 
 
@@ -172,7 +174,8 @@ def _other_window(factor: float) -> Callable[[Any, pytest.MonkeyPatch], None]:
 
 
 def _hidden_state(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recurrent layer adds the sum of all inputs so far, which it stores in an attribute of the cache's layer."""
+    """Make a recurrent layer add the sum of all its inputs so far, which it stores in an attribute of the cache's
+    layer."""
     layer = model.model.layers[1].linear_attn
     plain = layer.forward
 
@@ -186,7 +189,7 @@ def _hidden_state(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_temporal_state(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One recurrent layer stores a convolution window alone."""
+    """Make one recurrent layer store only a convolution window."""
     layer = model.model.layers[1].linear_attn
     plain = layer.forward
 
@@ -216,15 +219,15 @@ def _positions_from_zero(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("build", "dtype", "tamper", "reason"),
     [
-        pytest.param(lambda: tiny_mistral(8), F32, _other_window(0.5), "over a cached prefix", id="short window"),
-        pytest.param(lambda: tiny_mistral(100), BF16, _other_window(4), "over a cached prefix", id="long window"),
+        pytest.param(lambda: tiny_mistral(8), F32, _other_window(0.5), "with a cached prefix", id="short window"),
+        pytest.param(lambda: tiny_mistral(100), BF16, _other_window(4), "with a cached prefix", id="long window"),
         pytest.param(
-            lambda: tiny_qwen3_window(100), F32, _other_window(0.5), "over a cached prefix", id="short, some layers"
+            lambda: tiny_qwen3_window(100), F32, _other_window(0.5), "with a cached prefix", id="short, some layers"
         ),
-        pytest.param(tiny_qwen3_next, F32, _hidden_state, "over a cached prefix", id="hidden state"),
+        pytest.param(tiny_qwen3_next, F32, _hidden_state, "with a cached prefix", id="hidden state"),
         pytest.param(tiny_qwen3_next, F32, _no_temporal_state, "keep other states", id="no temporal state"),
         pytest.param(tiny_llama, BF16, _number_of_tokens, "is not causal", id="number of tokens"),
-        pytest.param(tiny_llama, F16, _positions_from_zero, "over a cached prefix", id="positions from 0"),
+        pytest.param(tiny_llama, F16, _positions_from_zero, "with a cached prefix", id="positions from 0"),
     ],
 )
 def test_what_the_configuration_does_not_say_is_found_by_values(
@@ -234,7 +237,7 @@ def test_what_the_configuration_does_not_say_is_found_by_values(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model that depends on more than its configuration says and the pools store is refused by comparing values."""
+    """A model that depends on more than its configuration and the pools describe is refused after comparing values."""
     model = build().to(dtype)
     tamper(model, monkeypatch)
     with pytest.raises(UnsupportedModel, match=reason):
@@ -292,7 +295,7 @@ def test_a_deep_model_in_bfloat16_is_supported() -> None:
     tokens = prompt(40, 1)
     complete = plain_logits(model, tokens)
     moved = [relative_difference(plain_logits(model, tokens[:n])[-1], complete[n - 1]) for n in (7, 16, 33)]
-    assert max(moved) > 0.01, moved  # otherwise the test proves nothing
+    assert max(moved) > 0.01, moved  # otherwise this test would not test rounding
     assert check_supported(model).layer_num == 24
 
 
@@ -304,7 +307,7 @@ def test_a_model_in_training_mode_is_examined_without_dropout() -> None:
 
 
 def test_running_out_of_memory_is_raised() -> None:
-    """An allocation error is raised unchanged, and the weights are 16-bit again."""
+    """An allocation error is raised unchanged, and the weights have 16 bits again."""
     model = tiny_llama().to(BF16)
     layer = model.model.layers[1]
     plain = layer.forward

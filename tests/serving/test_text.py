@@ -1,4 +1,5 @@
-"""Text from tokens, one by one: equal to that of all tokens together, and cut exactly before a stop string."""
+"""Text from tokens, one token at a time. The streamed text equals the text of all tokens together, and is cut exactly
+before a stop string."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _TEXTS = st.text(alphabet="ab ,é\u4e2d\U0001f600\u0301", max_size=40)
 
 
 def byte_level() -> LocalTokenizer:
-    """Bytes as letters, like GPT-2 and Llama 3: a character may be several tokens."""
+    """A tokenizer that maps bytes to letters, like those of GPT-2 and Llama 3. A character may be several tokens."""
     words = {letter: i for i, letter in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"])}
     tokenizer = tokenizers.Tokenizer(models.BPE(words, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,7 +29,8 @@ def byte_level() -> LocalTokenizer:
 
 
 def byte_fallback() -> LocalTokenizer:
-    """Spaces as U+2581, and byte tokens for unknown characters, like Llama 2. The decoder drops the first space."""
+    """A tokenizer like Llama 2's: spaces are U+2581, and unknown characters are byte tokens. The decoder drops the
+    first space."""
     words = {word: i for i, word in enumerate(["<unk>", "</s>", "\u2581", "a", "b", ",", "é"])}
     words |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
     tokenizer = tokenizers.Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
@@ -48,13 +50,14 @@ def parts_of(decoder: TextDecoder, tokens: Sequence[int]) -> list[str]:
 
 @given(tokens=st.lists(st.integers(0, 259), max_size=60))
 def test_bytes_of_any_kind(tokens: list[int]) -> None:
-    """The parts make up the text of all bytes, valid UTF-8 or not, and special tokens are no text."""
+    """The parts make up the text of all bytes, valid UTF-8 or not. Special tokens have no text."""
     assert "".join(parts_of(ByteTokenizer().decoder(()), tokens)) == ByteTokenizer().decode(tokens)
 
 
 @given(text=_TEXTS, prompt=_TEXTS, which=st.integers(0, 1))
 def test_characters_are_never_broken(text: str, prompt: str, which: int) -> None:
-    """The text of a tokenizer's tokens comes back whole behind any prompt, spaces included, no part broken."""
+    """The tokens of a text decode to the same text after any prompt, spaces included, and no part is a broken
+    character."""
     tokenizer = _LOCAL[which]
     before, both = tokenizer.encode(f"a{prompt}"), tokenizer.encode(f"a{prompt}{text}")
     if both[: len(before)] != before:
@@ -80,8 +83,8 @@ def test_a_tokenizer_of_python_alone_is_refused() -> None:
 
 
 def test_spaces_are_not_cleaned_up() -> None:
-    """A tokenizer that suggests to remove spaces before full stops and contractions loses no character in a stream:
-    the text of the tokens so far never changes."""
+    """A tokenizer that suggests removing spaces before full stops and contractions loses no character in a stream,
+    because the text of earlier tokens never changes."""
     words = [("<unk>", 0.0), ("\u2581", -1.0), *((letter, -2.0) for letter in "not.,?!'s")]
     tokenizer = tokenizers.Tokenizer(models.Unigram(words, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
@@ -95,7 +98,8 @@ def test_spaces_are_not_cleaned_up() -> None:
 
 
 def test_special_tokens_and_broken_bytes_end() -> None:
-    """End tokens decode to nothing; bytes that are no character become U+FFFD at the end, or once they are many."""
+    """End tokens decode to nothing. Bytes that form no character become U+FFFD at the end, or earlier if there are
+    many."""
     tokenizer = byte_level()
     (eos,), (lead, *_) = tokenizer.encode("</s>"), tokenizer.encode("\U0001f600")
     assert parts_of(tokenizer.decoder(()), [*tokenizer.encode("ab"), eos]) == ["a", "b", "", ""]
@@ -104,7 +108,8 @@ def test_special_tokens_and_broken_bytes_end() -> None:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Character by character: the text before the first stop string that is complete, the longest of several."""
+    """Search character by character; returns the text before the first complete stop string, the longest of several,
+    and whether one was found."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -117,7 +122,7 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3),
 )
 def test_stop_strings_cut_exactly(parts: list[str], stops: list[str]) -> None:
-    """However a text is divided, what comes out is the text before the stop string, and never changes later."""
+    """However a text is divided into parts, the output is the text before the stop string, and never changes later."""
     matcher, out = StopMatcher(stops), ""
     expected, found = cut("".join(parts), stops)
     for part in parts:
@@ -128,8 +133,8 @@ def test_stop_strings_cut_exactly(parts: list[str], stops: list[str]) -> None:
 
 
 def test_whole_prompts() -> None:
-    """A prompt has the tokens that transformers gives for the text: no bos that the tokenizer does not add, one that
-    it adds. A part of a prompt has none."""
+    """A prompt has the tokens that transformers gives for the text: a bos only if the tokenizer adds one. A part of a
+    prompt has no bos."""
     tokenizer = byte_level()
     inner = tokenizer.transformers_tokenizer
     inner.bos_token, plain = "</s>", tokenizer.encode("ab")
@@ -143,8 +148,8 @@ def test_whole_prompts() -> None:
 
 
 def test_chat_formats() -> None:
-    """A chat of bytes has its roles in special tokens; a template is applied with the request's variables; one that
-    refuses is an error, and so is a variable that would be a parameter."""
+    """A chat of a byte tokenizer has its roles in special tokens. A template is applied with the request's variables. A
+    template that raises is an error, and so is a variable with the name of a parameter."""
     messages = [{"role": "user", "content": "hi<|x|>"}]
     (bare, _), (complete, history_len) = (
         ByteTokenizer().encode_chat(messages, {"add_generation_prompt": begins}) for begins in (False, True)
@@ -190,8 +195,9 @@ SILENT = KNOWN_ROLES.replace("'system', ", "")
     ],
 )  # fmt: skip
 def test_every_message_of_a_chat_is_in_its_prompt(template: str, developer: str) -> None:
-    """Whichever roles a template knows and in whichever form it reads a content: a message of the role developer
-    becomes one of the system if the template passes over developers. A chat that would lose a message is refused."""
+    """A chat keeps every message, whichever roles a template knows and whichever form of content it reads. A message of
+    the role developer becomes a system message if the template ignores developers. A chat that would lose a message is
+    refused."""
     tokenizer = byte_level()
     tokenizer.transformers_tokenizer.chat_template = template
     contents = {"developer": "be-brief", "user": "{{ 1 }}", "assistant": ""}
@@ -214,8 +220,8 @@ def test_every_message_of_a_chat_is_in_its_prompt(template: str, developer: str)
     ],
 )  # fmt: skip
 def test_where_the_generation_prompt_of_a_chat_begins(end: str, begun: str) -> None:
-    """The history of a chat ends where the template begins the answer, with the request's variables. The history is the
-    complete prompt if the template does not show that place."""
+    """The history of a chat ends where the template begins the answer, with the request's variables. If the template
+    does not show this position, the history is the complete prompt."""
     tokenizer, messages = byte_level(), [{"role": "user", "content": "hi"}]
     tokenizer.transformers_tokenizer.chat_template = EACH + TEXT + end
     ids, history_len = tokenizer.encode_chat(messages)

@@ -1,4 +1,5 @@
-"""A model with 16-bit weights computing in float32: equal to a float32 copy, in the memory of one layer."""
+"""A model with 16-bit weights that computes in float32. The model's results equal those of a float32 copy, and the
+model only needs the additional memory of one layer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from hicache.serving.widen import float32_weights
 )
 @torch.inference_mode()
 def test_a_widened_model_is_its_float32_copy(row: str, dtype: torch.dtype) -> None:
-    """Logits are those of a copy with every weight in float32, and at most one layer is in float32 at a time."""
+    """Logits equal those of a copy with every weight in float32. At most one layer is in float32 at a time."""
     model = tiny_family(row).to(dtype)
     ids = torch.arange(12, device=model.device)[None]
     expected = copy.deepcopy(model).float()(input_ids=ids).logits
@@ -37,7 +38,7 @@ def test_a_widened_model_is_its_float32_copy(row: str, dtype: torch.dtype) -> No
 
 
 def test_a_float32_model_is_left_alone() -> None:
-    """Float32 weights are not replaced, and the weights of a model whose forward raises are restored."""
+    """Float32 weights are not replaced. If a forward raises, the weights of its model are restored."""
     model = tiny_family("llama")
     pointers = [weight.data_ptr() for weight in model.parameters()]
     with float32_weights(model):
@@ -56,7 +57,8 @@ def test_a_float32_model_is_left_alone() -> None:
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_the_precision_of_multiplication_is_as_before(precision: str) -> None:
-    """TF32, which rounds float32 factors on CUDA, is off inside and has its previous setting afterwards."""
+    """TF32, which rounds float32 factors on CUDA, is off inside the context, and has its previous setting
+    afterwards."""
     before, matmul = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
     torch.set_float32_matmul_precision(precision)
     try:

@@ -1,5 +1,5 @@
-"""After its process was killed before any change of its slots, a store has the last page put for each key, and no
-deleted page. A kill is simulated by copying the files."""
+"""After its process was killed before any change of its slots, a store has the newest page of each key, and no deleted
+page. Tests simulate a kill by copying the files."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ SEGMENTS = {**SETTINGS, "budget_bytes": 4 << 20}  # segments of eight slots each
 
 WRITE = SlotFile._write
 
-Versions = dict[int, int]  # by key: which of the pages that were put under it
+Versions = dict[int, int]  # by key: the version of its page
 
 
 @functools.cache
 def page(key: int, version: int) -> PageBuffer:
-    """Most compress well: those that are evicted for one that does not leave more slots than it takes."""
+    """A page of a key and version. Most pages compress well. A page that does not compress makes the store evict many
+    of them, and some of their slots stay free."""
     return page_of(1000 * key + version, PAGE_BYTES, "flat" if (key + version) % 4 else "random")
 
 
 def held(store: LmdbPageStore) -> Versions:
-    """The version that the store has of each page; every byte is compared."""
+    """The version that the store has of each page. Compares every byte."""
     buffers = [np.empty(PAGE_BYTES, dtype=np.uint8) for _ in range(NUM_KEYS)]
     return {
         key: next(version for version in range(1, 250) if np.array_equal(buffer, page(key, version)))
@@ -47,12 +48,12 @@ def held(store: LmdbPageStore) -> Versions:
 
 
 def kill(folder: Path, copy: Path) -> None:
-    """Have in `copy` what is there after the process of a store was killed now."""
+    """Copy to `copy` the files that a kill of the store's process would leave now."""
     shutil.copytree(folder, copy)
 
 
 def begin_write(file: SlotFile, content: bytes, slot: int, random: random.Random) -> None:
-    """Write some blocks of it, not always the first ones."""
+    """Write some blocks of `content`, not always the first ones."""
     stop = random.randrange(0, len(content) + 1, 4096)
     start = random.choice([0, random.randrange(0, stop + 1, 4096)])
     with file._data.open("r+b") as written:
@@ -61,20 +62,21 @@ def begin_write(file: SlotFile, content: bytes, slot: int, random: random.Random
 
 
 class History:
-    """A store in one folder after another below `root`, and the pages that may be under each key after a kill."""
+    """The history of a store in numbered folders below `root`, one after each kill, and the pages that each key may
+    have after a kill."""
 
     def __init__(self, root: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.random, self.num_kills = root, random.Random(seed), 0
         self.newest = dict.fromkeys(range(NUM_KEYS), 0)
-        self.deleted = dict.fromkeys(range(NUM_KEYS), 0)  # the newest when it was deleted
-        self.kill_at = -1  # changes of slots from now
+        self.deleted = dict.fromkeys(range(NUM_KEYS), 0)  # by key: the newest version at its last delete
+        self.kill_at = -1  # number of changes of slots before the kill
         for name in ("_write", "_punch"):
             monkeypatch.setattr(SlotFile, name, self.before(getattr(SlotFile, name)))
 
     def before(self, change: Callable[..., bool | None]) -> Callable[..., bool | None]:
         def perhaps_copy(file: SlotFile, *arguments: Any) -> bool | None:
             if self.kill_at == 0:
-                if change is WRITE:  # which may be cut off
+                if change is WRITE:  # a kill may cut a write off
                     parts, slot = arguments
                     begin_write(file, b"".join(parts), slot, self.random)
                 self.copy()
@@ -96,7 +98,7 @@ class History:
             before, dies = now, self.random.random() < 0.2
             self.kill_at = self.random.randrange(24) if dies else -1
             deleted, now = self.step(store, before)
-            if not dies or self.kill_at >= 0:  # the step was done when it was killed
+            if not dies or self.kill_at >= 0:  # the kill came after the step
                 self.deleted.update((key, self.newest[key]) for key in deleted)
             if self.kill_at >= 0:
                 self.copy()
@@ -123,12 +125,12 @@ class History:
         return keys if deletes else [], {key: version for key, version in before.items() if present[key]}
 
     def reopened(self) -> LmdbPageStore:
-        """The copy, opened, and perhaps closed and opened again."""
+        """Open the copy, and sometimes close and open it again."""
         shutil.rmtree(self.folder)
         self.num_kills += 1
         (self.root / "copy").rename(self.folder)
         store = open_store(self.folder, **SETTINGS)
-        assert {fault.action for fault in verify(store, repair=True).faults} <= {"dropped"}  # what was cut off
+        assert {fault.action for fault in verify(store, repair=True).faults} <= {"dropped"}  # pages with cut-off writes
         store.check()
         assert store.rebuilt_pages is not None
         if self.random.random() < 0.5:
@@ -138,7 +140,8 @@ class History:
         return store
 
     def compare(self, before: Versions, now: Versions, after: Versions) -> None:
-        """`before` the step in which it was killed, `now` had it not been killed, and `after` that."""
+        """Compare the versions after a kill with the expected ones. `before`: before the step of the kill; `now`: the
+        versions without the kill; `after`: after the kill."""
         for key in range(NUM_KEYS):
             if key in before and before[key] == now.get(key):
                 assert after.get(key) == before[key]
@@ -148,14 +151,14 @@ class History:
 
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 30))])
 def test_after_a_kill(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After random puts, evictions, deletes and puts of other bytes, with several kills, some within a step, all held
-    pages are there and no deleted page is. Evicted pages may be back."""
+    """Random puts, evictions, deletes and puts of other bytes run with several kills, some of them within a step. After
+    each kill all held pages are there, and no deleted page is. Evicted pages may be back."""
     History(disk, seed, monkeypatch).run(100)
 
 
 def evict(store: LmdbPageStore, count: int) -> list[bytes]:
-    """Put pages of which the last but one needs the space of many, taken from some segments; returns the evicted keys.
-    Some slots of evicted pages are not used again."""
+    """Put pages, one of which does not compress and needs the space of many others, from several segments. Returns the
+    evicted keys. Some slots of evicted pages stay free."""
     numbers = range(1000, 1000 + count)
     before = [*KEYS, *map(key_of, numbers)]
     for n in numbers:
@@ -164,7 +167,8 @@ def evict(store: LmdbPageStore, count: int) -> list[bytes]:
 
 
 def test_what_was_deleted_after_it_was_evicted_does_not_come_back(tmp_path: Path) -> None:
-    """An evicted page may be back after a kill, but not once it was deleted, which found none."""
+    """A kill may bring an evicted page back, but not if it was deleted after its eviction, although that delete found
+    no page."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     with contextlib.closing(open_store(first, **SEGMENTS)) as store:
         evicted = evict(store, 600)
@@ -178,7 +182,8 @@ def test_what_was_deleted_after_it_was_evicted_does_not_come_back(tmp_path: Path
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_the_page_that_was_put_last_wins(closes: bool, tmp_path: Path) -> None:
-    """It also wins over a page put after more uses than an index has counted that was rebuilt, and closed, since."""
+    """The page that was put last wins, even over a page that was put after more uses than a rebuilt index, possibly
+    closed since, has counted."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     with contextlib.closing(open_store(first, **SEGMENTS)) as store:
         store.put([(KEYS[0], page(0, 1))])
@@ -201,10 +206,10 @@ def test_the_page_that_was_put_last_wins(closes: bool, tmp_path: Path) -> None:
 
 
 def test_a_page_whose_commit_failed_yields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that was written before its commit failed is not put. A later page under its key wins, and once that page
-    is deleted no page of the key comes back, also in a store that was closed in between."""
+    """A page whose commit failed after its write is not stored. A later page under its key wins. If that page is
+    deleted, no page of the key comes back, also if the store was closed in between."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    settings = {**SETTINGS, "budget_bytes": 64 << 20, "durability": "commit"}  # three pages are one commit
+    settings = {**SETTINGS, "budget_bytes": 64 << 20, "durability": "commit"}  # three pages fit one commit
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -220,7 +225,7 @@ def test_a_page_whose_commit_failed_yields(tmp_path: Path, monkeypatch: pytest.M
     with contextlib.closing(open_store(second, **settings)) as store:
         buffer = np.empty(PAGE_BYTES, dtype=np.uint8)
         assert store.get_into([KEYS[1]], [buffer]) == [True] and np.array_equal(buffer, page_of(7, PAGE_BYTES))
-        assert store.stats().entries > 3  # such pages may be there
+        assert store.stats().entries > 3  # pages whose commit failed may be there
     with contextlib.closing(open_store(first, **settings)) as store:
         assert store.delete([KEYS[0], KEYS[2]]) == 0
         kill(first, third)

@@ -1,4 +1,5 @@
-"""The files of a store stay within its budget, whatever is written, and the least recently used pages go for it."""
+"""The files of a store stay within its budget, whatever pages are put. The store evicts the least recently used pages
+for new ones."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ from storage_pages import (
     slots_path,
 )
 
-LARGE_BYTES = 96 << 10  # above the size from which pages are compressed in threads
+LARGE_BYTES = 96 << 10  # bytes of pages that are large enough to be compressed in threads
 
 
 def test_a_call_larger_than_the_budget(tmp_path: Path) -> None:
-    """Of a call of many commits, compressed ahead of them in threads, that does not fit the budget the head stays, and
-    the answer says so."""
+    """A put of more pages than the budget allows has many commits, and threads compress later pages ahead. The store
+    keeps the first pages, and the answer says which ones."""
     store = open_store(tmp_path, page_bytes=LARGE_BYTES, budget_bytes=budget_of(50, LARGE_BYTES))
     stored = put_numbers(store, range(80), LARGE_BYTES)
     kept = stored.count(True)
@@ -49,10 +50,10 @@ STEPS = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 24), st.integers(0
 
 @settings(max_examples=settings.default.max_examples // 5)
 @given(steps=STEPS)
-@example(steps=[(1, 24, 0)] * 24 + [(16, 4, 4)])  # of each segment the last page is in use
+@example(steps=[(1, 24, 0)] * 24 + [(16, 4, 4)])  # the last page of each segment is in use
 def test_pages_of_changing_lengths_share_a_budget(steps: list[tuple[int, int, int]]) -> None:
-    """However well the next pages compress, and whichever were used, each is stored; the files are within the budget
-    after each commit, what was evicted is about what was needed, and every page that is kept is right."""
+    """Each page is stored, however well pages compress and whichever were used. The files are within the budget after
+    each commit, the store evicts about the bytes that it needs, and all kept pages are right."""
     page_bytes, budget_bytes = 64 << 10, 4 << 20
     lengths: dict[int, int] = {}
 
@@ -89,11 +90,14 @@ def test_pages_of_changing_lengths_share_a_budget(steps: list[tuple[int, int, in
 
 @pytest.mark.parametrize("num_kept", [40, 400])
 def test_pages_with_a_deadline_outlast_pages_that_are_stored_later(tmp_path: Path, num_kept: int) -> None:
-    """Up to nine tenths of the stored bytes: if more pages have deadlines, those used last. Other pages are always
-    stored. A deadline that has passed counts no more."""
+    """Pages with a deadline outlast later pages, up to nine tenths of the stored bytes. If more pages have deadlines,
+    the most recently used of them stay. Other pages are always stored. A page whose deadline has passed is evicted like
+    others."""
     store: LmdbPageStore = open_store(tmp_path, budget_bytes=budget_of(100))
     for first in range(0, num_kept, 10):
-        put_numbers(store, range(first + 9, first - 1, -1))  # the first of a call is used last
+        put_numbers(
+            store, range(first + 9, first - 1, -1)
+        )  # within one call, the first page counts as the most recently used
         store.keep_until([key_of(n) for n in range(first + 9, first - 1, -1)], math.inf)
     for first in range(500, 800, 10):
         assert all(put_numbers(store, range(first, first + 10)))
@@ -110,11 +114,11 @@ def test_pages_with_a_deadline_outlast_pages_that_are_stored_later(tmp_path: Pat
 
 @pytest.mark.parametrize("operation", ["evicted to 1 MiB", "evicted to nothing", "opened with a smaller budget"])
 def test_a_store_is_made_smaller(tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evicting, and opening with a smaller budget, evict the oldest pages and free their space at once, neighbours in
-    one call. They leave a valid, writable store of at most that size."""
+    """Evicting pages, or opening a store with a smaller budget, removes the oldest pages and frees their space at once;
+    neighbours are freed in one call. The store stays valid and writable, and is at most as large as requested."""
     store: LmdbPageStore = open_store(tmp_path)
     for first in range(0, 200, 10):
-        assert all(put_numbers(store, range(first + 9, first - 1, -1)))  # the first of a call is used last
+        assert all(put_numbers(store, range(first + 9, first - 1, -1)))  # the first page of a call is used last
     with pytest.raises(StoreError):
         evict(store, -1)
     to_bytes, punch, num_calls = {"evicted to nothing": 0}.get(operation, 1 << 20), SlotFile._punch, [0]
@@ -140,19 +144,22 @@ def test_a_store_is_made_smaller(tmp_path: Path, operation: str, monkeypatch: py
 
 
 def test_an_index_larger_than_the_budget_costs_no_more_pages_than_it_must(tmp_path: Path) -> None:
-    """Tiny pages whose index alone exceeds the new budget: it shrinks with them, so the newest of them stay."""
+    """The index of many tiny pages alone exceeds a new budget. The index shrinks when pages are evicted, so the newest
+    pages stay."""
     with contextlib.closing(open_store(tmp_path, page_bytes=64)) as store:
         assert all(put_numbers(store, range(3000), 64))
         with store.reading() as pages:
             assert pages.index.num_bytes() > 350_000
     with contextlib.closing(open_store(tmp_path, page_bytes=64, budget_bytes=350_000)) as store:
         assert store.stats().entries >= 8 and store.stats().file_bytes <= 350_000
-        assert found_numbers(store, range(8), 64) == set(range(8))  # the first of a call is used last
+        assert found_numbers(store, range(8), 64) == set(
+            range(8)
+        )  # within one call, the first page counts as the most recently used
         store.check()
 
 
 def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
-    """Just enough pages are evicted for the bytes to be freed, and one more page for one more byte."""
+    """The store evicts just enough pages for the bytes to be freed, and one more page for one more byte."""
     with contextlib.closing(open_store(tmp_path, level=0)) as store:
         put_numbers(store, range(20))
         for more_bytes, num_pages in ((0, 3), (1, 4)):
@@ -162,8 +169,8 @@ def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
 
 
 def test_a_call_keeps_its_own_pages(tmp_path: Path) -> None:
-    """Pages of another length need space, most free slots are in segments with pages, and the pages of the call are in
-    the segment with most free slots: it is not emptied."""
+    """Pages of another length need space, most free slots are in segments with pages, and the segment with most free
+    slots has pages of the same call. The store does not empty this segment."""
     page_bytes, budget_bytes, number = 64 << 10, budget_of(80, 64 << 10), 0
     with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes)) as store:
         while not store.stats().evicted:
@@ -181,8 +188,8 @@ def test_a_call_keeps_its_own_pages(tmp_path: Path) -> None:
 
 
 def test_space_comes_back(tmp_path: Path) -> None:
-    """The space of deleted pages is used again, and given back by compacting, which cuts the files behind the last page
-    too, and is counted as what it is from then on; every other page is kept."""
+    """The space of deleted pages is used again. Compacting returns it to the file system, also the space after the last
+    page, and then the store counts its smaller size. All other pages are kept."""
     with contextlib.closing(open_store(tmp_path)) as store:
         put_numbers(store, range(60))
         before_bytes = blocks_bytes(tmp_path)

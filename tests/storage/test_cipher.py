@@ -14,7 +14,8 @@ KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
 def test_the_key_stays_inside() -> None:
-    """Neither text nor copy of a cipher gives the key away; its public name is stable and another for another key."""
+    """Neither the text nor a copy of a cipher contains the key. The public name of a cipher is stable, and differs for
+    another key."""
     cipher = PageCipher(KEY)
     assert cipher.key_id == "996e213e029e20fd" != PageCipher(OTHER_KEY).key_id
     assert repr(cipher) == str(cipher) == "PageCipher(key_id='996e213e029e20fd')"
@@ -32,7 +33,7 @@ def test_wrong_keys_are_refused(key: bytes) -> None:
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cryptography building a cipher says what to install."""
+    """Without the package cryptography, creating a cipher raises an error that says what to install."""
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(StoreError, match=r"pip install 'hicache\[encrypt\]'"):
         PageCipher(KEY)

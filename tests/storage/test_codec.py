@@ -1,4 +1,4 @@
-"""A codec decodes its values to the same bytes; the data and the writer's lag decide how it compresses."""
+"""A codec decodes its values to the same bytes. The data and the lag of the writer decide how it compresses."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_roundtrip(
 
 
 def test_what_is_compressed() -> None:
-    """Compression is kept when it saves a sixteenth, byte_shuffle compresses floats better, and level 0 never
-    compresses."""
+    """A compressed page is kept if it saves at least a sixteenth. byte_shuffle compresses floats better, and level 0
+    never compresses."""
     floats, noise = page_of(1, LARGE, "normal"), page_of(1, LARGE, "random")
     plain, shuffled = codec_of(LARGE), codec_of(LARGE, filter=BYTE_SHUFFLE)
     assert not is_compressed(plain.encode(b"k", noise)) and not is_compressed(shuffled.encode(b"k", noise))
@@ -65,7 +65,8 @@ def test_what_is_compressed() -> None:
 
 
 def test_samples_decide_for_large_pages() -> None:
-    """A large page whose samples do not shrink is stored raw unseen; zeros that make up an eighth anywhere are seen."""
+    """If samples of a large page do not shrink, the page is stored raw without compressing it. Samples detect zeros
+    anywhere if they make up an eighth of the page."""
     codec, step = codec_of(LARGE), LARGE // 8
     sampled = np.arange(LARGE) % step // (8 << 10) == step // 2 // (8 << 10)
     page = np.where(sampled, page_of(2, LARGE), 0).astype(np.uint8)
@@ -78,7 +79,8 @@ def test_samples_decide_for_large_pages() -> None:
 
 @pytest.mark.parametrize("level", [1, 6])
 def test_lag_packs_faster_then_not_at_all(level: int) -> None:
-    """Below 0.5 the level stands, from 0.5 it is 1, from 0.9 pages are raw, and encrypted where there is a key."""
+    """Below a lag of 0.5 the level is the configured one, from 0.5 it is 1, and from 0.9 pages are stored raw. With a
+    key they are always encrypted."""
     text = np.frombuffer(b"".join(b"%d squared is %d\n" % (n, n * n) for n in range(9000))[:100_000], dtype=np.uint8)
     codec = codec_of(len(text), level)
     values = {lag: codec.encode(b"k", text, lag=lag) for lag in (0.0, 0.49, 0.5, 0.89, 0.9, 1.0)}
@@ -94,7 +96,7 @@ def test_lag_packs_faster_then_not_at_all(level: int) -> None:
 
 @pytest.mark.parametrize(("level", "cipher"), [(0, None), (1, None), (1, CIPHERS[1])])
 def test_reading_allocates_no_page(level: int, cipher: PageCipher | None) -> None:
-    """Once a thread has read one page, reading another allocates a small part of it."""
+    """After a thread has read one page, reading another page allocates less than a quarter of its bytes."""
     codec = codec_of(LARGE, level, BYTE_SHUFFLE, cipher=cipher)
     value, back = codec.encode(b"k", page_of(1, LARGE, "normal")), np.empty(LARGE, dtype=np.uint8)
     assert codec.decode_into(b"k", value, back) == ""

@@ -1,4 +1,4 @@
-"""Pages are encoded in threads, in order, and compressed less only if the writer waits for compression."""
+"""Threads encode pages in order, and compress less only if the writer waits for compression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PAGES, AHEAD = 64, 4
 
 
 class _Watched(PageCodec):
-    """Counts the pages that it has encoded, and encodes pages in order, up to an allowed number."""
+    """A codec that counts the pages that it has encoded. The codec encodes pages in order, up to an allowed number."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -45,8 +45,8 @@ class _Watched(PageCodec):
 def test_a_writer_that_is_behind_packs_less_where_it_waits_for_that(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its queue is full: if every page was encoded before it is asked for, all stay packed; if none was, the later
-    ones are raw."""
+    """The queue of the writer is full. If every page is encoded before the writer asks for it, all stay compressed. If
+    the writer waits for each page, the later ones are raw."""
     codec = _Watched(FORMAT, b"n" * 16, 1, None)
     codecs = PageCodecs([FORMAT], b"n" * 16, 1, None)
     codecs[FORMAT.page_bytes] = codec

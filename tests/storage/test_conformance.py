@@ -1,4 +1,5 @@
-"""The embedded store, and one in memory, keep the contract of page stores; the suite notices stores that do not."""
+"""The embedded store, and a store in memory, keep the contract of page stores. The conformance suite detects stores
+that violate it."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ BROKEN: list[tuple[type[MemoryPageStore], str]] = [
 
 @pytest.mark.parametrize(("broken", "test"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
 def test_it_notices_what_breaks_the_contract(broken: type[MemoryPageStore], test: str) -> None:
-    """A store with one fault fails the test of that property, and the random histories unless they cannot show it."""
+    """A store with one fault fails the test of the violated property. The store also fails the random histories unless
+    these cannot show the fault."""
     suite = TestMemory()
     with pytest.raises(AssertionError):
         getattr(suite, test)(lambda **about: broken(BUDGET_BYTES))
@@ -109,7 +111,7 @@ def test_it_notices_what_breaks_the_contract(broken: type[MemoryPageStore], test
 
 
 def test_it_notices_identities_that_mix() -> None:
-    """One medium for all identities fails a suite that says that the store knows them."""
+    """A store in memory that several identities share fails the suite if the suite passes it the identity."""
     store = MemoryPageStore(BUDGET_BYTES)
     store.close = lambda: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
@@ -117,7 +119,7 @@ def test_it_notices_identities_that_mix() -> None:
 
 
 def test_it_notices_a_key_that_is_dropped(tmp_path: Path) -> None:
-    """A store that takes a key and keeps pages as they are fails."""
+    """A store that accepts a key but stores pages without encryption fails the suite."""
     pytest.importorskip("cryptography")
 
     def make(*, cipher: object, **about: Any) -> LmdbPageStore:

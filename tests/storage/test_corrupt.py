@@ -1,4 +1,4 @@
-"""Damaged stores: what cannot be verified is a miss, a counter and a deletion, and never wrong bytes."""
+"""Damaged stores: a page that cannot be verified is a miss, is counted and deleted, and never returns wrong bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock
 from storage_pages import PAGE_BYTES, change_index, found_numbers, key_of, open_store, put_numbers, slots_path
 
 SLOT_BYTES = 5 * BLOCK_BYTES
-USED_BYTES = 68 + 32 + 8  # of the first block: its fields, the key, the checksum
+USED_BYTES = 68 + 32 + 8  # used bytes of the first block: its fields, the key, the checksum
 SETTINGS = {"filter": PageFilter("byte_shuffle", 2)}
 MIXED = (700, PAGE_BYTES)
 FILES = ("store.json", "index.mdb", "pages-700-8192.dat", "pages-16320-20480.dat")
@@ -28,7 +28,7 @@ def fill(path: Path, num_pages: int, kind: str = "random") -> None:
 
 
 def slots_of(path: Path) -> dict[bytes, int]:
-    """The slot of each key, from the blocks."""
+    """The slot of each key, as the blocks of slots name them."""
     content = slots_path(path).read_bytes()
     blocks = [SlotBlock.unpack(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), SLOT_BYTES)]
     return {block.key: slot for slot, block in enumerate(blocks) if block is not None}
@@ -43,7 +43,8 @@ def flip(path: Path, at: int, bits: int) -> None:
 
 
 def test_flipped_bytes(tmp_path: Path) -> None:
-    """A flip of any byte of a block or of sampled payload bytes is a miss, counted, and gone after the next put."""
+    """After a flip of any byte of a block, or of sampled payload bytes, the page is a miss and is counted. The next put
+    removes it."""
     places, kind = [*range(USED_BYTES), *range(BLOCK_BYTES, BLOCK_BYTES + 8), *range(5000, 13_000, 900)], "normal"
     fill(tmp_path, len(places) + 3, kind)
     slots = slots_of(tmp_path)
@@ -68,8 +69,8 @@ def test_flipped_bytes(tmp_path: Path) -> None:
 
 
 def test_of_two_slots_with_one_key_the_newer_counts(tmp_path: Path) -> None:
-    """A slot that was freed and not written again yields to the one that has its key now. One with a sequence after
-    which none is left for later pages is free, and pages are stored as before."""
+    """If two slots have one key, the newer slot counts; the older one was freed and not written again. A slot with so
+    high a sequence that none is left for later pages counts as free, and new pages are stored as before."""
     fill(tmp_path, 4)
     slot, file = slots_of(tmp_path)[key_of(2)], slots_path(tmp_path)
     content = file.read_bytes().ljust(4 * SLOT_BYTES, b"\0")
@@ -86,7 +87,7 @@ def test_of_two_slots_with_one_key_the_newer_counts(tmp_path: Path) -> None:
 
 
 def test_pages_of_another_namespace(tmp_path: Path) -> None:
-    """The slots of a store of another identity serve nothing, with the index that they came with or without."""
+    """Slots of a store of another identity are never served, with or without the index that was copied with them."""
     for name in ("theirs", "ours"):
         with contextlib.closing(open_store(tmp_path / name, identity={"model": name})) as store:
             put_numbers(store, [1])
@@ -102,7 +103,8 @@ def test_pages_of_another_namespace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left_bytes", [0, SLOT_BYTES + 1, 7 * SLOT_BYTES, 9 * SLOT_BYTES + 5000])
 def test_slots_cut_short(tmp_path: Path, left_bytes: int) -> None:
-    """Of a slot file that was cut, or is gone, what is left whole is served, sealed or not."""
+    """If a slot file was cut short or is missing, the store serves the pages that are still complete, whether or not
+    the index is sealed."""
     fill(tmp_path, 10)
     complete = {
         n for n in range(10) if slots_of(tmp_path)[key_of(n)] * SLOT_BYTES + BLOCK_BYTES + PAGE_BYTES <= left_bytes
@@ -119,7 +121,7 @@ def test_slots_cut_short(tmp_path: Path, left_bytes: int) -> None:
 
 
 def test_every_bit_of_the_record_counts(tmp_path: Path) -> None:
-    """store.json with any bit flipped is refused by name, and so are the pages without it."""
+    """A store.json with any flipped bit is refused by name, and so are pages without store.json."""
     fill(tmp_path, 2)
     file = tmp_path / "store.json"
     content = file.read_bytes()
@@ -156,8 +158,8 @@ def test_an_index_that_contradicts_itself_is_not_used(tmp_path: Path, slot: str)
 
 
 def test_a_wrong_index_costs_misses(tmp_path: Path) -> None:
-    """A page does not come back under another key whose index entry leads to it, nor with another length: these are
-    misses, and put again they are found."""
+    """If an index entry names the wrong page or the wrong length, its key is a miss and never returns another page.
+    After another put the page is found."""
     fill(tmp_path, 4)
 
     def mislead(txn: Any, tables: dict[str, Any]) -> None:
@@ -198,7 +200,7 @@ def damage(path: Path, generator: random.Random) -> None:
 
 
 def run_damaged(path: Path, complete: Path, seed: int) -> str:
-    """Damage a copy of a store and use it; what came of it."""
+    """Damage a copy of a store and use it; returns the outcome."""
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(complete, path)
     damage(path, random.Random(seed))
@@ -223,8 +225,8 @@ def run_damaged(path: Path, complete: Path, seed: int) -> str:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_stores", [30, pytest.param(1000, marks=pytest.mark.long)])
 def test_damaged_stores(tmp_path: Path, num_stores: int) -> None:
-    """However the files of a store are damaged, it is refused by name, or serves right bytes, is repaired, and takes
-    all pages again."""
+    """However the files of a store are damaged, the store is refused by name, or it serves right bytes, is repaired,
+    and accepts all pages again."""
     with contextlib.closing(open_store(tmp_path / "whole", page_bytes=MIXED)) as store:
         assert put_numbers(store, range(30), MIXED, "normal") == [True] * 30
         store.delete([key_of(n) for n in range(30)])

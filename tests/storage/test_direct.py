@@ -1,4 +1,5 @@
-"""Slots that are read and written past the kernel's page cache, neighbours in one call: the bytes, and the calls."""
+"""Slots are read and written without the kernel's page cache, and neighbours in one call. The tests check the bytes and
+the calls."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def block_of(seed: int) -> bytes:
 
 
 def read_run(slots: SlotFile, first: int, lengths: Sequence[int], start: int = 0) -> list[tuple[bytes, bytes] | None]:
-    """Blocks and payloads, read in one call to memory from `start` on; None if the file does not have all bytes."""
+    """Read blocks and payloads in one call to memory from `start` on. None for a page whose bytes are not all in the
+    file."""
     reads = [SlotRead(first + n, aligned_buffer(length)[start:], length) for n, length in enumerate(lengths)]
     blocks = slots.read(reads)
     return [
@@ -58,8 +60,8 @@ def read_run(slots: SlotFile, first: int, lengths: Sequence[int], start: int = 0
 def test_what_was_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, list[tuple[int, bool]]]], start: int
 ) -> None:
-    """Runs of pages, of any length and anywhere in memory, are read back alone and with their neighbours, and change no
-    other slot; incomplete pages of a truncated file are reported."""
+    """Runs of pages of any length, anywhere in memory, are read back alone and with their neighbours, and change no
+    other slot. Incomplete pages of a truncated file are reported."""
     model: dict[int, tuple[bytes, bytes]] = {}
     path = tmp_path_factory.mktemp("slots") / "data"
     with slots_at(path) as slots:
@@ -81,7 +83,7 @@ def test_what_was_written_is_read(
 
 
 class Calls:
-    """Counts reads and writes of files: how many were direct, and how many were not."""
+    """Counts the reads and writes of files, separately with and without O_DIRECT."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: dict[tuple[str, bool], int] = {}
@@ -98,8 +100,8 @@ class Calls:
 
 
 def test_neighbours_are_one_direct_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of one call are written in one, and a batch of them is read in one, in whatever order it asks; a page that
-    is aligned is not copied."""
+    """Neighbouring pages of one put are written in one call. A batch of them is read in one call, whatever its order.
+    Aligned pages are not copied."""
     page_bytes, calls = 64 << 10, Calls(monkeypatch)
     with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=1 << 30)) as store:
         assert all(put_numbers(store, range(8), page_bytes))
@@ -112,8 +114,8 @@ def test_neighbours_are_one_direct_call(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system without it, or for memory that it does not take, the same bytes go through the page cache; a
-    failing disk raises."""
+    """On a file system without direct access, or with memory that direct access refuses, the same bytes go through the
+    page cache. A failing disk raises."""
 
     def refuse(path: str, flags: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
@@ -129,7 +131,7 @@ def test_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next sync writes bytes of a page that a concurrent sync in another thread may have missed."""
+    """A sync in another thread may miss bytes of a page that is being written; the next sync writes them."""
     write, sync, calls = os.pwritev, os.fdatasync, list[str]()
     with slots_at(tmp_path / "data") as slots:
 
@@ -151,7 +153,8 @@ def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monke
 
 @pytest.mark.parametrize("num_pages", [1, 3])
 def test_an_encrypted_page_is_longer_than_its_aligned_buffer(tmp_path: Path, num_pages: int) -> None:
-    """The bytes that encryption adds to an incompressible page do not fit its buffer: it is read to other memory."""
+    """The bytes that encryption adds to an incompressible page do not fit the page's buffer, so the store reads it to
+    other memory first."""
     pages = {key_of(n): page_of(n, ALIGNMENT) for n in range(num_pages)}
     with contextlib.closing(open_store(tmp_path, page_bytes=ALIGNMENT, cipher=PageCipher(bytes(32)))) as store:
         assert store.put(list(pages.items())) == [True] * num_pages

@@ -1,4 +1,5 @@
-"""A store's directory: private, held by one writer who is named truly, and known again when another takes its place."""
+"""The directory of a store is private, and one writer at a time holds it. Errors name the right holder. A store notices
+if another one replaced its directory."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ HOLDER = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX
 
 @pytest.fixture
 def open_umask() -> Iterator[None]:
-    """Files are made readable by all, unless their maker says otherwise."""
+    """Let all users read new files, unless a file is created with other permissions."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -42,7 +43,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def descriptors() -> list[str]:
-    """Targets of the open descriptors of this process."""
+    """The targets of the open descriptors of this process."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -64,7 +65,7 @@ def test_files_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_existing_files_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Opening removes the access rights of other users from the files of an existing store, and warns. It does not
+    """Opening removes the access rights of other users from the files of an existing store, and warns. Opening does not
     change the modes of the directory and of other files."""
     path = tmp_path / "store"
     with contextlib.closing(open_store(path)) as store:
@@ -82,9 +83,10 @@ def test_existing_files_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path) -> None:
-    """The error names the process that has the lock, also of another user, and not the last one that opened it."""
+    """The error names the process that has the lock, also if it belongs to another user, and not the process that
+    opened the store last."""
     path = tmp_path / "store"
-    open_store(path).close()  # this process was the last to open it
+    open_store(path).close()  # this process has opened the store last
     command = [sys.executable, "-c", HOLDER, str(path / "writer.lock")]
     if not os.geteuid():
         for folder in (path / "writer.lock", path, *tmp_path.parents, tmp_path):
@@ -104,12 +106,12 @@ def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path) -> None:
 
 
 def test_who_comes_while_a_store_is_closed_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that its holder is about to close is opened when it is, and not refused at the last moment, whoever looks
-    then; when nothing was said of that, it is refused."""
+    """An opener waits if the holder has announced its close, and gets the store even if it tries just before the lock
+    is released. Without an announcement the opener is refused."""
     path, looks, flock = tmp_path / "store", list[int](), fcntl.flock
 
     def looked_at(descriptor: int, operation: int) -> None:
-        """Before the lock is released, the one who waits for it looks once more."""
+        """Before the lock is released, wait until the opener has tried to take the lock once more."""
         if operation == fcntl.LOCK_UN and looks:
             count = len(looks)
             eventually(lambda: len(looks) > count)
@@ -140,8 +142,8 @@ def test_who_comes_while_a_store_is_closed_waits(tmp_path: Path, monkeypatch: py
 
 
 def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path) -> None:
-    """After the directory of a live writer was removed, that writer never writes again, serves what it had, and leaves
-    alone the store that another made at the same path."""
+    """After the directory of a live writer was removed, the writer never writes again. The old writer serves the pages
+    that it had, and does not touch a new store at the same path."""
     path = tmp_path / "store"
     old = open_store(path)
     put_numbers(old, range(8))
@@ -166,13 +168,14 @@ def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["identity", "damaged record", "slots"])
 def test_no_descriptor_is_left(tmp_path: Path, why: str) -> None:
-    """Opening and closing, and openings that fail, leave no descriptor open, and a store no file anywhere else."""
+    """Opening and closing a store, or failing to open it, leaves no open descriptor, and no file outside of the
+    store."""
     path = tmp_path / "store"
     with contextlib.closing(open_store(path)) as store:
         put_numbers(store, range(20))
     changes = {"identity": {**IDENTITY, "model": "huge"}} if why == "identity" else {}
     file = {"damaged record": path / "store.json", "slots": slots_path(path)}.get(why)
-    gc.collect()  # closes files of earlier tests
+    gc.collect()  # closes files that earlier tests have left
     before = descriptors()
     if file is not None:
         file.rename(tmp_path / "moved")

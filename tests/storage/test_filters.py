@@ -1,4 +1,5 @@
-"""A filter moves a page's bytes and changes none: each kind is compared with its definition, and undone exactly."""
+"""A filter moves the bytes of a page and changes none. Each kind is compared with its definition, and the inverse
+restores the page exactly."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from hicache.storage.filters import FILTER_KINDS, FilterKind, PageFilter, shuffl
     offset=st.integers(0, 1),
 )
 def test_both_ways(kind: FilterKind, width: int, elements: int, offset: int) -> None:
-    """`shuffle` equals the definition, `unshuffle` undoes it, and sources and the bytes around targets stay, also at
-    addresses that no element is aligned to (`offset`)."""
+    """`shuffle` equals the definition, and `unshuffle` undoes it. Sources, and bytes around targets, do not change,
+    also at addresses that are not aligned to elements (`offset`)."""
     page_bytes = width * elements
     filter = PageFilter(kind, 1 if kind == "none" else width)
     assert filter.mismatch(page_bytes) == ""
@@ -46,5 +47,5 @@ def test_both_ways(kind: FilterKind, width: int, elements: int, offset: int) -> 
     ],
 )
 def test_mismatches_are_named(filter: PageFilter) -> None:
-    """A filter that cannot arrange pages of 100 bytes says why."""
+    """A filter for which 100 is a wrong page size raises an error that says why."""
     assert filter.mismatch(100).startswith("filter ")

@@ -1,4 +1,5 @@
-"""The format of values and slots on disk: frozen ones stay readable, and are as docs/disk_format.md describes them."""
+"""The format of values and slots on disk. Frozen values and slots stay readable, and match their description in
+docs/disk_format.md."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "disk_format.md"
 SHUFFLED = PageFilter("byte_shuffle", 2)
 FIELDS = struct.Struct("<4sHBBIIBB10s16s")
 
-# Frozen: values of this page under b"key" and NAMESPACE, as version 1 has them, header and payload. No later release
-# may read them otherwise.
+# Frozen values of this page under b"key" and NAMESPACE, header and payload, as version 1 writes them. Later releases
+# must read them in the same way.
 PAGE = np.tile(np.array([1, 2, 3, 200], dtype=np.uint8), 24)
 FROZEN = {
     "raw": (
@@ -48,7 +49,7 @@ FILTERS = {"byte_shuffle": SHUFFLED, "encrypted": SHUFFLED}
 
 
 def codec_for(name: str) -> WholeCodec:
-    """The codec that wrote, or would now write, the frozen value of that name."""
+    """The codec for the frozen value of that name, with the settings that wrote it."""
     cipher = PageCipher(KEY) if name == "encrypted" else None
     filter = FILTERS.get(name, PageFilter())
     return WholeCodec(PageFormat(96, filter), NAMESPACE, 0 if name == "raw" else 1, cipher)
@@ -56,7 +57,7 @@ def codec_for(name: str) -> WholeCodec:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_values_are_read(name: str) -> None:
-    """Frozen values decode to the page they were made of, and to nothing under another key."""
+    """Frozen values decode to their page under their key, and are refused under another key."""
     value, back = bytes.fromhex(FROZEN[name]), np.zeros(96, dtype=np.uint8)
     codec = codec_for(name)
     assert codec.decode_into(b"key", value, back) == codec.verify_stored(b"key", value) == ""
@@ -67,8 +68,8 @@ def test_frozen_values_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_writers_write_this_version(name: str) -> None:
-    """A value written now, whole or in two parts, has the frozen header, except the compressed length, which is zstd's
-    affair, and the checksum."""
+    """A value that is written now, in one or two parts, has the frozen header. Only the compressed length, which
+    depends on the version of zstd, and the checksum may differ."""
     codec, frozen = codec_for(name), bytes.fromhex(FROZEN[name])
     split = codec.encode_split(b"key", PAGE, aligned_buffer(codec.max_value_bytes))
     for value in (codec.encode(b"key", PAGE), split.header + bytes(split.payload)):
@@ -81,7 +82,8 @@ def test_writers_write_this_version(name: str) -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_what_the_checksum_covers(name: str) -> None:
-    """It is XXH3_64 over the payload as it is stored; the seed is that of the key, with its length, and the fields."""
+    """The checksum is XXH3_64 over the stored payload. The seed of the checksum depends on the key, the key's length,
+    and the header fields."""
     value = codec_for(name).encode(b"key", PAGE)
     seed = xxhash.xxh3_64_intdigest(struct.pack("<H", 3) + b"key" + value[:FIELD_BYTES])
     assert int.from_bytes(value[FIELD_BYTES:HEADER_BYTES], "little") == xxhash.xxh3_64_intdigest(
@@ -90,20 +92,20 @@ def test_what_the_checksum_covers(name: str) -> None:
 
 
 def documented(section: str) -> list[tuple[int, int]]:
-    """The places of the fields that a section of docs/disk_format.md lists."""
+    """The positions of the fields that a section of docs/disk_format.md lists."""
     text = DOCUMENT.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
     return [(int(a), int(b)) for a, b in re.findall(r"^    \[ *(\d+), *(\d+)\)", text, re.MULTILINE)]
 
 
 def test_the_document_states_the_fields() -> None:
-    """docs/disk_format.md gives every field of the header its place, in a row and without a gap."""
+    """docs/disk_format.md lists every field of the header with its position, in order and without a gap."""
     places = documented("A value")
     sizes = [struct.calcsize(f"<{code}") for code in re.findall(r"\d*s|[A-Z]", FIELDS.format)] + [8]
     assert [end - start for start, end in places] == sizes
     assert [0] + [end for _, end in places] == [start for start, _ in places] + [HEADER_BYTES]
 
 
-# Frozen: the used bytes of the first block of a slot, as version 1 has them.
+# The frozen used bytes of the first block of a slot, as version 1 writes them.
 FROZEN_BLOCK = (
     "484b5653010003000900000000000000484b56500100000060000000600000000001000000000000000000006e6e6e6e6e6e"
     "6e6e6e6e6e6e6e6e6e6e67ea92a8c882cb226b6579b13308076fffc89e"
@@ -111,7 +113,8 @@ FROZEN_BLOCK = (
 
 
 def test_the_block_of_a_slot() -> None:
-    """A block has the frozen bytes, those that docs/disk_format.md gives its fields; none with a flipped bit is one."""
+    """A block has the frozen bytes, and docs/disk_format.md describes its fields. A block with a flipped bit is
+    refused."""
     assert documented("Slots") == [(0, 4), (4, 6), (6, 8), (8, 16), (16, 16 + HEADER_BYTES)]
     header = bytes.fromhex(FROZEN["raw"])[:HEADER_BYTES]
     raw = SlotBlock(b"key", 9, header).pack()

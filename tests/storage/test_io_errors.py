@@ -1,4 +1,4 @@
-"""A disk that fails: writing stops and starts again on request, reading goes on, and the process lives."""
+"""A disk that fails: the store stops writing and resumes on request, continues to read, and the process survives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_PAGES = 20
 
 @pytest.fixture(params=["a full disk", "a limit of file sizes"])
 def short(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Callable[[], object]]]:
-    """A folder whose space ends below the store's budget, and a function that frees space."""
+    """A folder with less space than the store's budget, and a function that frees space."""
     if request.param == "a full disk":
         disk = request.getfixturevalue("small_disk")
         (disk / "ballast").write_bytes(bytes(4 << 20))
@@ -48,8 +48,9 @@ def short(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
 
 
 def test_without_space_a_store_is_read_only(short: tuple[Path, Callable[[], object]]) -> None:
-    """A write that the system refuses turns a store read-only: nothing is written, reopening fails, and reading and
-    deleting go on, as in a store that is opened again. When there is space, reopening succeeds, and nothing was lost.
+    """If the system refuses a write, the store becomes read-only: nothing is written, and reopening fails. Reads and
+    deletes still work, also after closing and opening it. When there is space, reopening succeeds, and no page was
+    lost.
     """
     path, make_space = short
     store, stored = open_store(path), list[int]()
@@ -82,7 +83,7 @@ def test_without_space_a_store_is_read_only(short: tuple[Path, Callable[[], obje
 
 
 def test_space_comes_back_on_a_full_disk(small_disk: Path) -> None:
-    """With the disk full, pages take the place of deleted ones, compacting gives the rest back, and all else stays."""
+    """On a full disk new pages take the space of deleted ones, compacting frees the rest, and all other pages stay."""
     path = small_disk / "store"
     with contextlib.closing(open_store(path)) as store:
         put_numbers(store, range(300))
@@ -97,8 +98,8 @@ def test_space_comes_back_on_a_full_disk(small_disk: Path) -> None:
 
 
 def test_a_full_disk_takes_a_smaller_budget(small_disk: Path) -> None:
-    """A store that fills its disk is opened with a smaller budget: it evicts, and records its settings in the room that
-    it made. Where they cannot be recorded, it is opened all the same."""
+    """A store that fills its disk is opened with a smaller budget. The store evicts pages, and records its settings in
+    the freed space. If the settings cannot be recorded, the store still opens."""
     path = small_disk / "store"
     with contextlib.closing(open_store(path)) as store:
         put_numbers(store, range(300))
@@ -114,8 +115,8 @@ def test_a_full_disk_takes_a_smaller_budget(small_disk: Path) -> None:
 
 
 def test_opening_a_store_on_a_full_disk(small_disk: Path) -> None:
-    """However little space there is for a new store, opening it succeeds or says that there is none; never that what is
-    there is no store."""
+    """However little space is left for a new store, opening it succeeds or raises an error about space. The error never
+    says that the existing files are no store."""
     outcomes = set()
     for left_bytes in range(0, 200 << 10, 8 << 10):
         ballast, store = small_disk / "ballast", small_disk / f"store{left_bytes}"
@@ -134,7 +135,7 @@ def test_opening_a_store_on_a_full_disk(small_disk: Path) -> None:
 
 
 def descriptors_of(file: Path) -> list[int]:
-    """This process's open descriptors of a file."""
+    """The descriptors of a file that this process has open."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -144,13 +145,13 @@ def descriptors_of(file: Path) -> list[int]:
 
 
 def index_in_memory() -> Path:
-    """The file of the index of the one store that is open."""
+    """The file of the index of the only open store."""
     return next(file for file in Path("/proc/self/fd").iterdir() if "hicache-index" in os.path.realpath(file))
 
 
 @contextlib.contextmanager
 def opened_otherwise(file: Path, flags: int) -> Iterator[None]:
-    """Meanwhile the descriptors of a file lead to it as it is opened with `flags`."""
+    """Within this context, the open descriptors of a file refer to the file opened with `flags`."""
     kept = {descriptor: os.dup(descriptor) for descriptor in descriptors_of(file)}
     assert kept
     other = os.open(file, flags)
@@ -165,18 +166,18 @@ def opened_otherwise(file: Path, flags: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("what", ["slots", "index", "what the binding cannot name", "holes"])
 def test_failed_writes(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot, or an index, that cannot be written, or a hole that cannot be made, turns the store read-only, which
-    counts its slots as before; reopening it, if necessary with a rebuilt index, loses no page."""
+    """If a slot or the index cannot be written, or the space of a slot cannot be freed, the store becomes read-only,
+    and its counts of slots stay right. Reopening the store, if necessary with a rebuilt index, loses no page."""
 
     def fail(*_: object) -> None:
-        raise SystemError("error return without exception set")  # as lmdb's binding has no name for some failures
+        raise SystemError("error return without exception set")  # a failure that lmdb's binding cannot name
 
     def fail_to_punch(self: SlotFile, slots: Iterable[int]) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     page_bytes = 64 << 10
     store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_of(8, page_bytes))
-    for number in range(100):  # short payloads, of which many go before a long one
+    for number in range(100):  # short pages, many of which are evicted for a long one
         assert put_numbers(store, [number], page_bytes, "flat") == [True]
     assert put_numbers(store, [100], page_bytes) == [True]
     held = found_numbers(store, range(100), page_bytes, "flat")
@@ -205,7 +206,8 @@ def test_failed_writes(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("durability", ["relaxed", "commit"])
 def test_a_failed_sync(durability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With durability "commit" a page that did not reach the disk is not stored, with "relaxed" the next one is not."""
+    """With durability "commit" a page is not stored if its sync fails. With "relaxed" a page whose sync fails counts as
+    stored, but the next page is not stored."""
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -219,7 +221,7 @@ def test_a_failed_sync(durability: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_index_that_was_lost_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its last change failed, the store is opened again from its slots, with every page that was stored."""
+    """If the last change of the index failed, the next open rebuilds it from the slots, with every stored page."""
 
     def fail(*_: object) -> None:
         raise lmdb.Error("no page")
@@ -235,7 +237,7 @@ def test_an_index_that_was_lost_is_not_sealed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_lookup_that_the_binding_cannot_name_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SystemError, which lmdb's binding raises for failures without a name of their own, is a failed read."""
+    """lmdb's binding raises SystemError for failures that it cannot name. The lookup counts as a failed read."""
 
     def fail(*_: object) -> None:
         raise SystemError("error return without exception set")
@@ -249,7 +251,7 @@ def test_a_lookup_that_the_binding_cannot_name_is_a_miss(tmp_path: Path, monkeyp
 
 
 def test_one_bad_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One page that cannot be read is one miss; the others of the same call are served, and check() names it."""
+    """A page that cannot be read is one miss. The other pages of the call are served, and check() names the page."""
     store, read = open_store(tmp_path), SlotFile.read
     put_numbers(store, range(8))
 
@@ -277,8 +279,8 @@ def test_one_bad_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_file_cut_short_while_open(tmp_path: Path) -> None:
-    """When the slots are cut short under an open store, what was in them is missed, all else served; the process
-    lives, and the store opens again."""
+    """If the slots are cut short while a store is open, pages in the lost part are misses, and all others are served.
+    The process survives, and the store opens again."""
     settings: dict[str, Any] = {"budget_bytes": 64 << 20}
     with contextlib.closing(open_store(tmp_path, **settings)) as store:
         put_numbers(store, range(NUM_PAGES))
@@ -293,7 +295,8 @@ def test_file_cut_short_while_open(tmp_path: Path) -> None:
 
 
 def test_an_index_that_could_not_be_rebuilt_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails while the index is rebuilt causes misses until the store is opened again, but loses no page."""
+    """If the disk fails while the index is rebuilt, pages are misses until the store is opened again. No page is
+    lost."""
     store = open_store(tmp_path / "store")
     put_numbers(store, range(40))
 

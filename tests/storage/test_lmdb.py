@@ -1,4 +1,5 @@
-"""The lmdb store keeps the pages that it acknowledged, for the identity of its creation, in its own directory."""
+"""The lmdb store keeps the pages that it acknowledged, for the identity with which it was created, in its own
+directory."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ SIZES = (700, 5_000, 60_000)
 
 
 def test_stored_bytes_are_counted(tmp_path: Path) -> None:
-    """A page that does not compress takes its bytes and a header; one that is present is not written again. How often a
-    day that fills the drive is over an hour at least."""
+    """A page that does not compress takes its own bytes and a header. A page that is present is not written again. The
+    drive writes a day are computed over at least one hour."""
     with contextlib.closing(open_store(tmp_path)) as store:
         assert put_numbers(store, [0, 1, 0]) == put_numbers(store, [0, 2, 1]) == [True] * 3
         stats = store.stats()
@@ -44,8 +45,8 @@ def test_stored_bytes_are_counted(tmp_path: Path) -> None:
 
 
 def test_identity(tmp_path: Path) -> None:
-    """A store is opened with its sizes in any order, and with other filters. One made for another identity or other
-    sizes is refused with both values, and stays as it was."""
+    """A store opens with its page sizes in any order, and with other filters. With another identity or other sizes it
+    is refused; the error has both values, and the store does not change."""
     with contextlib.closing(open_store(tmp_path, formats=FORMATS)) as store:
         put_numbers(store, range(6), SIZES)
     for formats in (FORMATS, FORMATS[::-1], [PageFormat(size) for size in SIZES]):
@@ -82,7 +83,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "named"), BAD, ids=[named for _, named in BAD])
 def test_what_makes_no_store_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    """No identity, a setting out of range, or sizes that are none, too many, equal or too large: nothing is made."""
+    """An empty identity, a setting out of range, and an empty, too long, repeated or too large list of page sizes are
+    refused by name. No store is created."""
     with pytest.raises(StoreError, match=named):
         open_store(tmp_path, **changes)
     assert not (tmp_path / "store.json").exists()
@@ -90,7 +92,7 @@ def test_what_makes_no_store_is_named(tmp_path: Path, changes: dict[str, Any], n
 
 
 def test_paths_that_are_no_directory(tmp_path: Path) -> None:
-    """A file, and a place where nothing can be made, are refused."""
+    """A path to a file, or below a place where nothing can be created, is refused."""
     file = tmp_path / "file"
     file.write_text("x")
     for path in (file, file / "below", "/proc/no-such-place"):
@@ -100,7 +102,7 @@ def test_paths_that_are_no_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["store.json", "index.mdb", "pages-4096-8192.dat"])
 def test_foreign_file(tmp_path: Path, name: str) -> None:
-    """A file that no store wrote is refused and not touched."""
+    """A file that no store wrote is refused and not changed."""
     for content in (b"some notes\n", b"\0" * 20000, b"{}"):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(StoreCorrupt):

@@ -1,4 +1,4 @@
-"""The operator's verbs: describe a store, verify and repair it."""
+"""Commands for operators: describe a store, verify it, and repair it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 
 
 def test_a_store_opens_by_what_it_says_of_itself(tmp_path: Path) -> None:
-    """A store says what it was made for and how it was opened the last time, opens so, and stays the same store."""
+    """A store records its identity and its last settings. The store opens with only this record, and does not
+    change."""
     filter = PageFilter("byte_shuffle", 2)
     open_store(tmp_path, budget_bytes=32 << 20).close()
     with contextlib.closing(open_store(tmp_path, filter=filter, level=3, durability="commit")) as store:
@@ -58,8 +59,8 @@ def test_a_store_opens_by_what_it_says_of_itself(tmp_path: Path) -> None:
 
 
 def test_encrypted_store(tmp_path: Path) -> None:
-    """A wrong key, none, or one for a plain store: an error with both ids, and the pages stay. An operator verifies an
-    encrypted store without its key, and cannot read or put a page of it."""
+    """A wrong key, a missing key, or a key for a plain store is an error with both ids, and the pages stay. An operator
+    can verify an encrypted store without its key, but cannot read or put a page."""
     cipher, other = PageCipher(KEY), PageCipher(OTHER_KEY)
     with contextlib.closing(open_store(tmp_path, cipher=cipher)) as store:
         put_numbers(store, range(6))
@@ -78,7 +79,8 @@ def test_encrypted_store(tmp_path: Path) -> None:
 
 
 def plant(txn: Any, tables: dict[str, Any]) -> None:
-    """Wrong records in the index of the numbers 0 to 29: of two pages, and of a slot that is free."""
+    """Put three wrong records into the index of pages 0 to 29: exchange the entries of two pages, and enter a key for a
+    free slot."""
     one, other = (bytes(txn.get(key_of(number), db=tables["pages"])) for number in (7, 8))
     txn.put(key_of(7), other, db=tables["pages"])
     txn.put(key_of(8), one, db=tables["pages"])
@@ -86,8 +88,8 @@ def plant(txn: Any, tables: dict[str, Any]) -> None:
 
 
 def test_verify_finds_and_repairs_every_fault(tmp_path: Path) -> None:
-    """Each planted fault is reported and nothing else; repair drops what does not verify, keeps every other page, and
-    leaves a store in which nothing is wrong."""
+    """Verify reports each planted fault and no other. Repair drops the pages that do not verify, keeps all others, and
+    leaves a store without faults."""
     with contextlib.closing(open_store(tmp_path)) as store:
         for number in range(30):
             put_numbers(store, [number])

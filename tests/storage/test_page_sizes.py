@@ -1,4 +1,4 @@
-"""Pages of several sizes in one store: one identity, one budget, one use order."""
+"""Pages of several sizes in one store, which has one identity, one budget and one order of use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMATS = (
     PageFormat(700),
     PageFormat(5_000, PageFilter("byte_shuffle", 4)),
 )
-BUDGET = 2 << 20  # about 30 of the largest pages
+BUDGET = 2 << 20  # bytes of about 30 of the largest pages
 
 
 def open_mixed(path: Any, **changes: Any) -> LmdbPageStore:
@@ -45,7 +45,7 @@ def size_of(number: int) -> int:
 
 
 def mixed_page(number: int) -> PageBuffer:
-    """A page of the size that the number decides, which compresses or does not."""
+    """A page whose number decides its size, and whether it compresses."""
     return page_of(number, size_of(number), ("random", "normal", "flat")[number // 3 % 3])
 
 
@@ -54,7 +54,7 @@ def put(store: LmdbPageStore, numbers: Any) -> list[bool]:
 
 
 def get(store: LmdbPageStore, numbers: Any) -> list[int]:
-    """The numbers that are there, after comparing every byte of each."""
+    """The numbers of the pages that are there. Compares every byte."""
     requested = list(numbers)
     buffers = [np.empty(size_of(n), dtype=np.uint8) for n in requested]
     hits = store.get_into([key_of(n) for n in requested], buffers)
@@ -65,8 +65,8 @@ def get(store: LmdbPageStore, numbers: Any) -> list[int]:
 
 
 class Model:
-    """A store, and the numbers of its pages from the least to the most recently used. `emptied`: where the keys of
-    pages are noted whose segment was emptied."""
+    """A reference model: a store, and the numbers of its pages in the order of use, the least recently used first.
+    `emptied`: a set that receives the keys of pages in emptied segments."""
 
     def __init__(self, path: Path, emptied: set[bytes]) -> None:
         self.path, self.order, self.emptied = path, list[int](), emptied
@@ -77,7 +77,7 @@ class Model:
         self.emptied.clear()
         getattr(self, verb)(numbers)
         held = [n for n, is_held in zip(self.order, self._contains(self.order), strict=True) if is_held]
-        # Except in emptied segments, evicted pages were the least recently used, in order, of all sizes.
+        # Except in emptied segments, the evicted pages were the least recently used ones of all sizes, in order.
         in_order = [n for n in self.order if key_of(n) not in self.emptied]
         assert held == in_order[len(in_order) - len(held) :]
         self.num_evicted += len(self.order) - len(held)
@@ -94,7 +94,7 @@ class Model:
         assert stored == self._contains(numbers)
 
     def get(self, numbers: list[int]) -> None:
-        """As every use, it changes nothing in the index."""
+        """Read pages, and check that a use changes nothing in the index."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Index, "changes", None)
             assert get(self.store, numbers) == [n for n in numbers if n in self.order]
@@ -112,7 +112,7 @@ class Model:
         self.order = [n for n in self.order if n not in deleted]
 
     def other_size(self, numbers: list[int]) -> None:
-        """Asked for in another size, a page is missed and stays, and is not counted as corrupt."""
+        """A read of a page with another size is a miss. The page stays, and is not counted as corrupt."""
         buffers = [np.empty(size_of(n + 1), dtype=np.uint8) for n in numbers]
         assert self.store.get_into([key_of(n) for n in numbers], buffers) == [False] * len(numbers)
 
@@ -145,7 +145,7 @@ STEPS = st.lists(st.tuples(VERBS, NUMBERS), min_size=1, max_size=30)
 
 
 def run_model(steps: list[tuple[str, list[int]]], num_chosen: int = 4096) -> Model:
-    """`num_chosen`: pages whose turn to be evicted is next."""
+    """Run the steps on a store and its model. `num_chosen`: how many victims the store selects ahead."""
     delete_slots, emptied = IndexChanges.delete_slots, set[bytes]()
 
     def noted(changes: IndexChanges, *segment: Any) -> list[tuple[bytes, Entry | None]]:
@@ -169,14 +169,13 @@ def run_model(steps: list[tuple[str, list[int]]], num_chosen: int = 4096) -> Mod
 
 @given(STEPS, st.sampled_from([1, 5, 4096]))
 def test_a_store_holds_what_a_model_holds(steps: list[tuple[str, list[int]]], num_chosen: int) -> None:
-    """After random puts, uses, deletes and openings, pages of three sizes were evicted in the order of their use,
-    except in emptied segments. Every byte is read back, indexes and counters agree, and the files are within the
-    budget."""
+    """After random puts, uses, deletes and openings, pages of three sizes have been evicted in the order of use, except
+    in emptied segments. Every byte is read back, indexes and counters agree, and the files are within the budget."""
     run_model(steps, num_chosen)
 
 
 def test_a_history_that_evicts_every_size() -> None:
-    """Runs of one size, some of which are used, push out runs of the others, there and back, many times the budget."""
+    """Pages of one size, some of which are used, evict pages of the other sizes in turn, for many times the budget."""
     sizes = [[n for n in range(600) if n % 3 == index] for index in range(3)]
     steps = []
     for turn in range(5):
@@ -188,7 +187,7 @@ def test_a_history_that_evicts_every_size() -> None:
 
 
 def test_sixteen_sizes_at_the_smallest_budget(tmp_path: Path) -> None:
-    """With the maximum number of sizes, and the smallest valid budget, every put is stored, and the last pages are
+    """With the maximum number of sizes and the smallest valid budget, every put is stored, and the last pages are
     found."""
     sizes = [1_000 * n for n in range(1, 17)]
     settings: dict[str, Any] = {"formats": [PageFormat(size) for size in sizes]}
@@ -210,8 +209,8 @@ def test_sixteen_sizes_at_the_smallest_budget(tmp_path: Path) -> None:
 def test_a_state_longer_than_what_is_kept(
     tmp_path: Path, page_bytes: int, cipher: PageCipher | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state longer than any kept buffer, in a store with small pages, is read back, also from a store that was opened
-    again, and is evicted. The plain state does not compress, the encrypted one does."""
+    """A state that is longer than any kept buffer, in a store with small pages, is read back, also after opening the
+    store again, and is evicted. The plain state does not compress, the encrypted one does."""
     monkeypatch.setattr(memory, "MAX_KEPT_BYTES", min(memory.MAX_KEPT_BYTES, page_bytes // 2))
     formats = [PageFormat(4096), PageFormat(page_bytes, PageFilter("byte_shuffle", 2))]
     settings: dict[str, Any] = {"formats": formats, "budget_bytes": 20 * page_bytes, "cipher": cipher}

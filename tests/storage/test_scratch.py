@@ -1,4 +1,4 @@
-"""Memory for pages: where it lies, and how many threads use it at once."""
+"""Memory for pages: its alignment, and how many threads use it concurrently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def address_of(memory: memoryview) -> int:
 
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_a_buffer_is_aligned_and_has_a_block_more(num_bytes: int) -> None:
-    """It consists of zeros in whole blocks, to the last of which it can be written."""
+    """A buffer has zeros in complete blocks, one more than its bytes need. All of it can be written."""
     memory = aligned_buffer(num_bytes)
     assert len(memory) >= num_bytes + ALIGNMENT and len(memory) % ALIGNMENT == 0
     assert address_of(memory) % ALIGNMENT == 0
@@ -32,15 +32,15 @@ def test_a_buffer_is_aligned_and_has_a_block_more(num_bytes: int) -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
 def test_a_large_buffer_asks_for_huge_pages() -> None:
-    """It begins with a whole one; a small buffer does not take as much."""
+    """A large buffer begins with a complete huge page. A small buffer does not take the memory of one."""
     large, small = aligned_buffer(HUGE_PAGE_BYTES), aligned_buffer(ALIGNMENT)
     assert address_of(large) % HUGE_PAGE_BYTES == 0 and "hg" in flags_at(address_of(large))
     assert "hg" not in flags_at(address_of(small)) and len(small) == 2 * ALIGNMENT
 
 
 def test_scratch_of_cores_has_one_user_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one thread per core is in the block; its bytes do not change until it leaves, also if another thread
-    leaves by an exception."""
+    """At most one thread per core has scratch memory, and its bytes do not change until the thread leaves, also if
+    another thread leaves by an exception."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     scratch, addresses = CoreScratch(), set[int]()
 

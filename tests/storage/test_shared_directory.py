@@ -1,4 +1,4 @@
-"""Pages in a shared directory through kills, other writers, a prune, wrong bytes, a full disk, lost permissions."""
+"""Pages in a shared directory survive kills, other writers, a prune, wrong bytes, a full disk, and lost permissions."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_killed_writers_leave_whole_pages(tmp_path: Path) -> None:
-    """After kills of two writers of the same keys each page is whole or absent, and the next writer completes them. An
-    unpublished file is no page, and a prune removes it when it is old."""
+    """After kills of two writers of the same keys, each page is complete or absent, and the next writer adds the absent
+    ones. An unpublished file is no page; a prune removes it when it is old."""
     url = f"dir://{tmp_path}?concurrency=1"
     for _ in range(3):
         with Program(WRITER, url, "0") as one, Program(WRITER, url, "0") as other:
@@ -77,7 +77,8 @@ def test_killed_writers_leave_whole_pages(tmp_path: Path) -> None:
 
 
 def test_the_first_writer_of_a_key_wins(tmp_path: Path) -> None:
-    """Of stores that put different pages under one key at the same time, all succeed, and one page is there."""
+    """Several stores put different pages under one key at the same time. All puts succeed, and one of the pages is
+    there."""
     contents = [page(2 * n) for n in range(8)]
     with closing(opened(tmp_path)) as first, closing(opened(tmp_path)) as second, ThreadPoolExecutor(8) as threads:
         for turn in range(20):
@@ -104,7 +105,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_wrong_bytes_are_a_miss_and_go(tmp_path: Path, damage: str) -> None:
-    """A damaged file is a miss, is counted and found by `verify`, hides no other page, and is stored again."""
+    """A damaged file is a miss, is counted, and is found by `verify`. A damaged file hides no other page, and its page
+    can be stored again."""
     with closing(opened(tmp_path, "level=0")) as store:
         assert all(store.put(list(PAGES.items())))
         first, *others = PAGES
@@ -119,16 +121,20 @@ def test_wrong_bytes_are_a_miss_and_go(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_file_of_another_page_is_a_miss(tmp_path: Path) -> None:
-    """A sound file under the name of another key, or of another identity, is refused."""
+    """A valid file under the name of another key, or in the folder of another identity, is refused, also by
+    `verify`."""
     with closing(opened(tmp_path)) as store:
         store.put([(b"a", page(0)), (b"b", page(0))])
         first, second = files_of(tmp_path)
         second.write_bytes(first.read_bytes())
+        shared = DirPages(str(tmp_path))
+        assert [each.name for each in shared.pages() if shared.fault(each)] == [str(second)]
         assert len(found_in(store, {b"a": page(0), b"b": page(0)})) == 1 and store.stats().corrupt == 1
 
 
 def test_readers_with_a_concurrent_prune(tmp_path: Path) -> None:
-    """While pages are pruned and put again, reads are right or misses, and nothing counts as damage or as an error."""
+    """While pages are pruned and put again, reads return right pages or miss, and nothing counts as damage or as an
+    error."""
     with closing(opened(tmp_path)) as store, closing(opened(tmp_path)) as reader, ThreadPoolExecutor(2) as threads:
         is_done = False
 
@@ -150,16 +156,39 @@ def test_readers_with_a_concurrent_prune(tmp_path: Path) -> None:
         assert (stats.corrupt, stats.read_errors, stats.write_errors) == (0, 0, 0)
 
 
+def test_a_look_up_does_not_wait_for_reads(tmp_path: Path) -> None:
+    """While all threads for reads are blocked by the file system, pages and leases are looked up."""
+    with closing(opened(tmp_path, "concurrency=2")) as store, ThreadPoolExecutor(2) as threads:
+        assert isinstance(store, DirPageStore) and all(store.put(list(PAGES.items())))
+        pipes = [Path(each.name) for each in DirPages(str(tmp_path)).pages() if each.key in (b"0", b"1")]
+        for pipe in pipes:
+            pipe.unlink()
+            os.mkfifo(pipe)  # opening it for reading blocks until it is opened for writing
+        read = threads.submit(found_in, store)
+        look_up = threads.submit(
+            lambda: (store.contains(list(PAGES)), store.who(b"key"), store.begin(b"key", time.time() + 1e5))
+        )
+        try:
+            eventually(look_up.done)
+            assert look_up.result() == ([True] * len(PAGES), None, True) and not read.done()
+        finally:
+            writers = [os.open(pipe, os.O_WRONLY) for pipe in pipes]  # each waits until a thread reads the pipe
+            assert read.result() == list(PAGES)[2:]
+            for writer in writers:
+                os.close(writer)
+
+
 def test_a_prune_keeps_what_was_used_last(tmp_path: Path) -> None:
-    """Down to the budget: pages by the hour of their last use, and of one hour the later pages of a prompt first. A
-    read counts as a use, at most once an hour. One prune runs at a time."""
+    """A prune removes pages down to the budget by the hour of their last use. Of pages with the same hour a prune
+    removes the later pages of a prompt first. A read counts as a use, at most once an hour. Only one prune runs at a
+    time."""
     keys = [b"%d" % n for n in range(6)]
     now_s = time.time()
     with closing(opened(tmp_path, "level=0")) as store:
         store.put([(key, page(1)) for key in keys])
         pages = {each.key: each for each in DirPages(str(tmp_path)).pages()}
         hour_s = now_s // 3600 * 3600
-        for n, key in enumerate(keys):  # in the order of two prompts, ten hours apart
+        for n, key in enumerate(keys):  # in order, pages of two prompts that were used ten hours apart
             used_s = hour_s - 20 * 3600 + n if n < 3 else hour_s - 10 * 3600 + n
             os.utime(pages[key].name, (used_s, used_s))
         os.utime(pages[keys[5]].name, (now_s - 1800, now_s - 1800))
@@ -181,7 +210,8 @@ def test_a_prune_keeps_what_was_used_last(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_writes_costs_pages_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Pages that cannot be written are not stored, and are counted; others are read, and no file is left behind."""
+    """Pages that cannot be written are not stored, and are counted. Other pages are read, and no file is left
+    behind."""
     some = dict(list(PAGES.items())[:4])
     with closing(opened(tmp_path)) as store:
         assert all(store.put(list(some.items())))
@@ -200,7 +230,8 @@ def test_a_disk_that_refuses_writes_costs_pages_alone(
 
 
 def test_a_folder_that_is_lost_is_counted(tmp_path: Path) -> None:
-    """If the namespace vanishes under an open store, reads miss, writes fail, and no folder is made in its place."""
+    """If the folder of the namespace vanishes under an open store, reads miss, writes fail, and the folder is not
+    created again."""
     with closing(opened(tmp_path)) as store:
         assert all(store.put(list(PAGES.items())))
         (tmp_path / "hicache").rename(tmp_path / "away")
@@ -214,23 +245,32 @@ def test_a_folder_that_is_lost_is_counted(tmp_path: Path) -> None:
     for url in ("dir://host/path", "dir:///", "dir://user@/path", f"dir://{tmp_path}?budget=1GiB"):
         with pytest.raises(StoreError):
             open_store(url, identity=IDENTITY, formats=FORMATS)
+        with pytest.raises(StoreError):  # a command must not prune another directory than the named one
+            shared_pages(url)
+
+
+def test_a_directory_without_pages_is_pruned(tmp_path: Path) -> None:
+    """A prune before the first start of a server removes nothing and creates nothing."""
+    assert DirPages(str(tmp_path)).prune(0).removed == 0 and not list(tmp_path.iterdir())
 
 
 def test_files_get_the_permissions_of_the_directory(tmp_path: Path) -> None:
-    """A group of users can share a directory."""
+    """A group of users can share a directory, because files get its permissions, also the lock of `prune`."""
     for mode in (0o700, 0o2770):
         folder = tmp_path / oct(mode)
         folder.mkdir()
         folder.chmod(mode)
         with closing(opened(folder)) as store:
             assert all(store.put(list(PAGES.items())))
+        assert DirPages(str(folder)).prune(1 << 40).left == len(PAGES)
         modes = {each.stat().st_mode & 0o7777 for each in folder.rglob("*") if each.is_file()}
         assert modes == {mode & 0o666}
         assert {each.stat().st_mode & 0o7777 for each in folder.rglob("*") if each.is_dir()} == {mode}
 
 
 def test_a_file_system_without_links_or_direct_access_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are renamed then, and read through the cache of the kernel."""
+    """On a file system without links or direct access, files are published by renaming, and read through the page cache
+    of the kernel."""
     monkeypatch.setattr(os, "O_DIRECT", 0)
 
     def refuse(*_: object) -> None:
@@ -243,7 +283,8 @@ def test_a_file_system_without_links_or_direct_access_is_used(tmp_path: Path, mo
 
 
 def test_leases_expire_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of many machines gets a lease; another gets it once it has expired. A store that fails gives none."""
+    """One of many machines gets a lease. Another machine gets the lease after it has expired. If the store fails, no
+    machine gets one."""
     now_s = time.time()
     monkeypatch.setattr(hicache.storage.dir_store.time, "time", lambda: now_s)
     stores = [DirPageStore(f"dir://{tmp_path}", identity=IDENTITY, formats=FORMATS, cipher=None) for _ in range(4)]
@@ -272,6 +313,54 @@ def test_leases_expire_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not lease.exists()
 
 
+@pytest.mark.parametrize("text", ["1e308", "inf", "nan", "", "?", "9" * 99])
+def test_a_wrong_lease_costs_no_error(tmp_path: Path, text: str) -> None:
+    """A file that has no end of a lease means that no machine has the lease. Reading it is no failure of the store."""
+    store = DirPageStore(f"dir://{tmp_path}", identity=IDENTITY, formats=FORMATS, cipher=None)
+    with closing(store):
+        assert store.begin(b"key", time.time() + 1e5)
+        (lease,) = tmp_path.glob("hicache/*/leases/*/*")
+        lease.write_text(text)
+        assert store.who(b"key") is None and not store.begin(b"key", time.time() + 1e5)
+        assert store.stats().read_errors == store.stats().write_errors == 0
+
+
+def test_a_prune_ends_no_lease(tmp_path: Path) -> None:
+    """A lease is found through the earlier leases of its key. A prune keeps them, however old, until the last lease is
+    old too."""
+    store = DirPageStore(f"dir://{tmp_path}", identity=IDENTITY, formats=FORMATS, cipher=None)
+    with closing(store):
+        for until_s in (10.0, 20.0, time.time() + 1e5):
+            assert store.begin(b"key", until_s)
+        *earlier, last = sorted(tmp_path.glob("hicache/*/leases/*/*"), key=lambda file: float(file.read_text()))
+        for file in earlier:
+            os.utime(file, (0, 0))
+        DirPages(str(tmp_path)).prune(0)
+        assert store.who(b"key") == pytest.approx(until_s, abs=1e-3) and not store.begin(b"key", until_s + 1)
+        os.utime(last, (0, 0))
+        DirPages(str(tmp_path)).prune(0)
+        assert store.who(b"key") is None and not list(tmp_path.glob("hicache/*/leases/*/*"))
+
+
+def test_a_link_whose_answer_was_lost_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an NFS client repeats a `link` that the server has executed, it reports that the file exists. The caller has
+    the lease, and does not wait for itself."""
+    link = os.link
+
+    def repeated(new: str, file: str) -> None:
+        link(new, file)
+        link(new, file)
+
+    with closing(opened(tmp_path)) as one, closing(opened(tmp_path)) as other:
+        assert isinstance(one, DirPageStore) and isinstance(other, DirPageStore)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", repeated)
+            assert one.begin(b"key", time.time() + 1e5) and one.put([(b"0", page(0))]) == [True]
+        assert one.stats().puts == 1
+        assert not other.begin(b"key", time.time() + 2e5) and not one.begin(b"key", time.time() + 3e5)
+        assert other.put([(b"0", page(0))]) == [True] and other.stats().puts == 0
+
+
 MOUNTS = """
 20 1 8:1 / / rw - ext4 /dev/sda1 rw
 21 20 0:40 / /mnt/nfs\\040share rw shared:1 - nfs4 server:/export rw
@@ -286,7 +375,8 @@ broken
 
 
 def test_network_file_systems_are_known(tmp_path: Path) -> None:
-    """By the mount of the longest path above; the later of two mounts at a path counts."""
+    """The type of a path's file system is that of the longest mount point above it. If a path is mounted twice, the
+    later mount counts."""
     (table := tmp_path / "mountinfo").write_text(MOUNTS)
     expected = {
         "/srv/x": "",
@@ -304,7 +394,7 @@ def test_network_file_systems_are_known(tmp_path: Path) -> None:
 
 
 def test_a_disk_store_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the store that is made for it; nothing is created."""
+    """The error names the kind of store for network file systems. Nothing is created."""
     monkeypatch.setattr(hicache.storage.urls, "network_type", lambda _: "nfs4")
     with pytest.raises(StoreError, match=rf"nfs4.*dir://{tmp_path}"):
         open_store(f"lmdb://{tmp_path}/s", identity=IDENTITY, formats=FORMATS)
@@ -312,14 +402,15 @@ def test_a_disk_store_on_a_network_file_system_is_refused(tmp_path: Path, monkey
 
 
 def test_a_store_that_lists_nothing_says_so() -> None:
-    """Mooncake, and schemes of other packages."""
+    """Mooncake, and schemes of other packages, list no pages; the error says so."""
     for url, text in (("mooncake://host:1", "Mooncake lists no pages"), ("lmdb:///x", "directory"), ("odd://x", "odd")):
         with pytest.raises(StoreError, match=text):
             shared_pages(url)
 
 
 def test_pages_are_described_by_their_files(tmp_path: Path) -> None:
-    """Key, namespace, length; a long key has a digest as its name. The identity is recorded."""
+    """The file of a page shows its key, namespace and length. A long key is named by its digest. The identity is
+    recorded."""
     long_key = b"k" * 200
     with closing(opened(tmp_path, "level=0")) as store:
         store.put([(b"a", page(1)), (long_key, page(1))])

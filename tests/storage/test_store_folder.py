@@ -1,4 +1,5 @@
-"""The stores of one folder: one budget, within which the least recently used stores go before any page of another."""
+"""The stores of one folder share a budget. The least recently used stores are removed before a store evicts pages of
+another one."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ def named(folder: Path, model: str) -> Path:
 
 
 def opened(folder: Path, model: str, **changes: Any) -> LmdbPageStore:
-    """The store of a model, as an engine opens it."""
+    """Open the store of a model, as an engine does."""
     identity = {**IDENTITY, "model": model}
     settings = {"identity": identity, "budget_bytes": BUDGET_BYTES, "shares_budget": True, **changes}
     return open_store(named(folder, model), **settings)
 
 
 def filled(folder: Path, model: str, num_pages: int, used_s: int) -> Path:
-    """A closed store, last used at that time."""
+    """A closed store of `num_pages` pages, last used at `used_s`."""
     with contextlib.closing(opened(folder, model)) as store:
         assert all(put_numbers(store, range(num_pages)))
     os.utime(named(folder, model) / "writer.lock", (used_s, used_s))
@@ -41,8 +42,8 @@ def bytes_below(folder: Path) -> int:
 
 
 def test_least_recently_used_stores_go_first(tmp_path: Path) -> None:
-    """A store that needs more than the common budget has closed stores removed, one by one as needed, then evicts its
-    own pages; a store with a custom name stays. All files are within the budget at any time."""
+    """If a store needs more than the common budget, closed stores are removed one by one, and then it evicts its own
+    pages. A store with a custom name stays. All files are within the budget at any time."""
     own = open_store(tmp_path / "own")
     own.close()
     middle, oldest, newest = (filled(tmp_path, *args) for args in (("b", 10, 200), ("a", 10, 100), ("c", 10, 300)))
@@ -61,8 +62,8 @@ def test_least_recently_used_stores_go_first(tmp_path: Path) -> None:
 
 
 def test_open_stores_come_to_equal_shares(tmp_path: Path) -> None:
-    """No store that is open is removed: one that comes later gets its share, which the others give when they write
-    next, or look."""
+    """No open store is removed. A store that is opened later gets its share of the budget: the others shrink at their
+    next write, or when they check the budget."""
     with contextlib.closing(opened(tmp_path, "a")) as first, contextlib.closing(opened(tmp_path, "b")) as second:
         assert all(put_numbers(first, range(30))) and all(put_numbers(first, range(30, 60)))
         assert all(put_numbers(second, range(15)))
@@ -80,8 +81,35 @@ def test_open_stores_come_to_equal_shares(tmp_path: Path) -> None:
     assert len(store_folders(tmp_path)) == 2
 
 
+def test_stats_have_the_bytes_of_the_other_stores(tmp_path: Path) -> None:
+    """The stats of a store include the bytes of the other stores that share its budget. If the smallest stores together
+    need more than the budget, the stats of the store that wrote last show it. A store that shares no budget counts no
+    other store."""
+    with contextlib.closing(opened(tmp_path, "a")) as first, contextlib.closing(opened(tmp_path, "b")) as second:
+        assert first.stats().others_bytes == 0
+        assert all(put_numbers(first, range(20))) and all(put_numbers(second, range(15)))
+        assert second.stats().others_bytes >= blocks_bytes(named(tmp_path, "a"))
+        assert second.stats().file_bytes + second.stats().others_bytes >= bytes_below(tmp_path)
+        first.keep_budget()
+        assert first.stats().others_bytes >= blocks_bytes(named(tmp_path, "b"))
+    small = tmp_path / "small"
+    budget_bytes = budget_of(8)  # the smallest budget of one store
+    with contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(contextlib.closing(opened(small, model, budget_bytes=budget_bytes))) for model in "ab"
+        ]
+        for store in stores:
+            for number in range(60):
+                assert put_numbers(store, [number]) == [True]
+        stats = stores[1].stats()
+        assert stats.file_bytes <= budget_bytes < (stats.file_bytes + stats.others_bytes) / 1.05
+    with contextlib.closing(opened(tmp_path, "own", shares_budget=False)) as own:
+        assert put_numbers(own, [1]) == [True] and own.stats().others_bytes == 0
+
+
 def test_a_lowered_budget_says_what_it_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, with both budgets, the pages and the stores; where nothing is evicted, nothing is said."""
+    """When a lower budget evicts pages, one message has both budgets, the pages and the stores. If nothing is evicted,
+    nothing is logged."""
     filled(tmp_path, "a", 8, 100)
     filled(tmp_path, "b", 30, 200)
     less_bytes = budget_of(12)
@@ -97,7 +125,7 @@ def test_a_lowered_budget_says_what_it_costs(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_only_engines_use_a_store(tmp_path: Path) -> None:
-    """Its last use is that of an engine that opens, closes or writes it; who describes it does not use it."""
+    """The last use of a store is when an engine last opened, closed or wrote it. Describing a store is no use."""
     store = filled(tmp_path, "a", 2, 100)
     for _ in range(2):
         assert describe(store).last_use_s == 100
@@ -106,7 +134,8 @@ def test_only_engines_use_a_store(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_removed_can_be_made_anew(tmp_path: Path) -> None:
-    """No file of it is left; a kill during its removal leaves a valid store with fewer pages."""
+    """No file of a removed store is left, and it can be created again. A kill during its removal leaves a valid store
+    with fewer pages."""
     store = filled(tmp_path, "a", 4, 100)
     (store / "index.mdb").unlink()
     [data] = store.glob("pages-*")

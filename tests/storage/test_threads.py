@@ -1,4 +1,4 @@
-"""Readers concurrently with a writer at its budget, and closing while threads read."""
+"""Threads that read while a writer fills the budget, and a store that closes while threads read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 from hicache.storage import PageBuffer, PageFilter, StoreError
 from storage_pages import blocks_bytes, budget_of, found_numbers, key_of, open_store, page_of, put_numbers
 
-PAGE_BYTES = 96 << 10  # above the size from which pages are compressed in threads
+PAGE_BYTES = 96 << 10  # bytes of pages that are large enough to be compressed in threads
 NUM_BUDGETED, MIN_LOOKS = 40, 20
 
 
 def mixed_page(number: int) -> PageBuffer:
-    """Random bytes up to a place that the number decides, zeros behind: values of many sizes."""
+    """A page with random bytes up to a position that the number decides, and zeros after it, so that values have many
+    sizes."""
     page = page_of(number, PAGE_BYTES)
     page[(number * 2654435761) % PAGE_BYTES :] = 0
     return page
@@ -26,7 +27,7 @@ def mixed_page(number: int) -> PageBuffer:
 
 @pytest.mark.parametrize("num_turns", [40, pytest.param(400, marks=pytest.mark.long)])
 def test_readers_with_a_concurrent_writer(tmp_path: Path, num_turns: int) -> None:
-    """While many times the budget is stored, pages are deleted and files compacted, readers see only complete, right
+    """While pages are stored for many times the budget, deleted, and files compacted, readers get only complete, right
     pages. The files never exceed the budget by 5 %, and every put is stored."""
     budget_bytes = budget_of(NUM_BUDGETED, PAGE_BYTES)
     settings = {"page_bytes": PAGE_BYTES, "budget_bytes": budget_bytes, "filter": PageFilter("byte_shuffle", 2)}
@@ -71,7 +72,8 @@ def test_readers_with_a_concurrent_writer(tmp_path: Path, num_turns: int) -> Non
 
 
 def test_close_waits_for_readers(tmp_path: Path) -> None:
-    """Closing while threads read neither crashes nor spoils a page: each reader ends with an error of the store."""
+    """Closing a store while threads read neither crashes nor corrupts a page. Each reader ends with an error of the
+    store."""
     for _ in range(3):
         store, reading = open_store(tmp_path), threading.Barrier(4)
         put_numbers(store, range(16))

@@ -1,4 +1,4 @@
-"""A URL opens the store it names; one that cannot be used is refused in one line, which shows no password."""
+"""A URL opens the store that it names. An invalid URL is refused in one line that shows no password."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def opened(url: str) -> PageStore:
 
 
 def test_lmdb_is_the_store_in_that_directory(tmp_path: Path) -> None:
-    """Path, with percent-escapes, and options are those of the constructor; what a URL stored, the class reads back."""
+    """A URL of lmdb has a path with percent-escapes, and the options of the constructor. The class reads back pages
+    that were stored through a URL."""
     path = tmp_path / "a store"
     url = f"lmdb://{tmp_path}/a%20store?budget=32MiB&durability=commit&level=0"
     with_url = open_store(url, identity=IDENTITY, formats=FORMATS)
@@ -60,7 +61,7 @@ REFUSED = [
     ("s3://bucket?endpoint=minio:9000", "endpoint"),
     (f"s3://bucket?endpoint=http://key:{SECRET}%40minio", "endpoint"),
     ("s3://bucket?endpiont=x", "endpoint"),
-    # A password whose special characters were not escaped ends in another part of the URL.
+    # If special characters of a password are not escaped, the password reaches another part of the URL.
     (f"lmdb://u:{SECRET}@host:port/x", "cannot read a URL of lmdb"),
     (f"lmdb://u:1?{SECRET}=2@host", "cannot read a URL of lmdb"),
     (f"lmdb://u:1?{SECRET}@host", "cannot read a URL of lmdb"),
@@ -80,7 +81,8 @@ def test_what_cannot_be_used_is_refused_in_a_line(url: str, message: str) -> Non
 
 
 def test_a_url_in_parts() -> None:
-    """User, password, host, port, path and options, without escapes; its `repr` shows neither user nor password."""
+    """A URL is split into user, password, host, port, path and options, without escapes. The `repr` of a parsed URL
+    shows neither user nor password."""
     parts = StoreUrl.parse(f"x+y://us%40er:{SECRET}%2F@Bucket_1:70/a%20b/c?n=1%26&m=+&k=0")
     assert (parts.scheme, parts.user, parts.password) == ("x+y", "us@er", f"{SECRET}/")
     assert (parts.host, parts.port, parts.path) == ("bucket_1", 70, "/a b/c")
@@ -106,7 +108,8 @@ def install(folder: Path, *, broken: str) -> None:
 
 
 def test_an_installed_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its entry point opens URLs of its scheme, is named among the known ones, and one that fails says so."""
+    """The entry point of an installed package opens URLs of its scheme. Errors list its scheme, and an entry point that
+    fails raises an error."""
     install(tmp_path / "good", broken="")
     monkeypatch.syspath_prepend(str(tmp_path / "good"))
     monkeypatch.delitem(sys.modules, "store_of_ones_own", raising=False)

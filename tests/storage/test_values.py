@@ -1,4 +1,4 @@
-"""For any bytes of a value, decoding returns the stored page or a reason, and never raises."""
+"""For any bytes of a value, decoding returns the stored page or a reason for refusing it, and never raises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CODECS = {
 
 
 def fields_of(**changes: int | bytes) -> bytes:
-    """The header fields of a plain raw value, changed here and there."""
+    """The header fields of a plain raw value, with `changes`."""
     fields: dict[str, int | bytes] = {
         "magic": b"HKVP",
         "version": 1,
@@ -52,7 +52,7 @@ def fields_of(**changes: int | bytes) -> bytes:
 
 
 def decode_guarded(codec: WholeCodec, value: bytes, key: bytes = b"key") -> tuple[str, bytes]:
-    """The result of decoding and the page's bytes, after checking the bytes around the page."""
+    """Decode a value; returns the result and the page's bytes. Checks that the bytes around the page are unchanged."""
     buffer = np.full(PAGE + 64, 0xA5, dtype=np.uint8)
     reason = codec.decode_into(key, value, buffer[32:-32])
     assert (buffer[:32] == 0xA5).all() and (buffer[-32:] == 0xA5).all()
@@ -63,14 +63,14 @@ def decode_guarded(codec: WholeCodec, value: bytes, key: bytes = b"key") -> tupl
 
 
 def with_right_checksum(value: bytes, key: bytes = b"key") -> bytes:
-    """The value with the checksum that whoever changed it, without the cipher's key, would give it."""
+    """The value with a new checksum, as an attacker without the cipher's key could compute it."""
     return value_of(key, value[:FIELD_BYTES], value[HEADER_BYTES:])
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_every_flip_and_every_length_is_refused(name: str) -> None:
-    """No changed byte of header or payload, no truncation and no extension passes verification, without the key of an
-    encrypted value neither. An encrypted value is refused by its cipher where it has a right checksum, too."""
+    """No changed byte of header or payload, no truncation and no extension passes verification, even without the key of
+    an encrypted value. If an encrypted value has a right checksum, its cipher refuses it."""
     codec, plain = CODECS[name], CODECS["raw"]
     value = codec.encode(b"key", page_of(0, PAGE, "flat"))
     assert is_compressed(value) == ("raw" not in name) and plain.verify_stored(b"key", value) == ""
@@ -87,8 +87,8 @@ def test_every_flip_and_every_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_value_serves_its_key_and_namespace_only(name: str) -> None:
-    """A value verifies under its own key and namespace, and as a memoryview too; elsewhere the reason is named. An
-    encrypted value that was moved does not decrypt under a right checksum either."""
+    """A value verifies only under its own key and namespace, also as a memoryview. Otherwise the result names the
+    reason. An encrypted value under another key does not decrypt, even with a right checksum."""
     codec, back = CODECS[name], np.empty(PAGE, dtype=np.uint8)
     value = codec.encode(b"key", page_of(0, PAGE))
     other = WholeCodec(PageFormat(PAGE), b"m" * 16, 1)
@@ -123,7 +123,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "reason"), RULES, ids=[",".join(map(str, changes)) for changes, _ in RULES])
 def test_each_rule_of_the_header_is_named(changes: dict[str, Any], reason: str) -> None:
-    """A header that breaks one rule, under a right checksum, is refused by that rule; unchanged it is not."""
+    """A header that breaks one rule, with a right checksum, is refused by that rule. The unchanged header is
+    accepted."""
     page, codec = page_of(3, PAGE).tobytes(), CODECS["raw"]
     assert decode_guarded(codec, value_of(b"key", fields_of(), page)) == ("", page)
     value = value_of(b"key", fields_of(**changes), page)
@@ -133,7 +134,8 @@ def test_each_rule_of_the_header_is_named(changes: dict[str, Any], reason: str) 
 
 
 def test_frames_that_are_not_the_page() -> None:
-    """A frame of another or an unstated length, or with another content checksum, is refused under a right checksum."""
+    """With a right checksum, a zstd frame is refused if it has another length, no stated length, or another content
+    checksum."""
     page = page_of(0, PAGE, "flat").tobytes()
 
     def reason_of(payload: bytes) -> str:
@@ -152,13 +154,13 @@ def test_frames_that_are_not_the_page() -> None:
     for at in range(len(frame)):
         for bits in (0x01, 0x80):
             assert reason_of(frame[:at] + bytes([frame[at] ^ bits]) + frame[at + 1 :]), at
-    for length in range(len(frame) - 4):  # zstd does not tell a frame that lacks its checksum alone from a whole one
+    for length in range(len(frame) - 4):  # zstd cannot tell a frame without its checksum from a complete one
         assert reason_of(frame[:length]), length
 
 
 def test_no_downgrade() -> None:
-    """A plain value is refused where a key is set; an encrypted one where none or another is. Another filter in its
-    header, plausible in every rule, is refused by the cipher alone."""
+    """A plain value is refused if a key is set, and an encrypted one if no key or another key is set. If the header of
+    an encrypted value names another valid filter, only the cipher refuses it."""
     page, secret = page_of(0, PAGE, "flat"), CODECS["encrypted shuffled"]
     plain, encrypted = CODECS["shuffled"].encode(b"key", page), secret.encode(b"key", page)
     other = WholeCodec(PageFormat(PAGE), NAMESPACE, 1, OTHER_CIPHER)
@@ -175,7 +177,8 @@ def test_no_downgrade() -> None:
 
 
 def test_nothing_shows() -> None:
-    """A value holds no run of its page, and the same page under the same key is another value each time."""
+    """An encrypted value contains no part of its page. The same page under the same key gives another value each
+    time."""
     page = page_of(1, PAGE)
     values = {CODECS["encrypted raw"].encode(b"key", page) for _ in range(50)}
     assert len({value[HEADER_BYTES : HEADER_BYTES + 12] for value in values}) == 50
@@ -184,7 +187,7 @@ def test_nothing_shows() -> None:
 
 
 def frames(max_bytes: int) -> st.SearchStrategy[bytes]:
-    """Payloads near what zstd makes: whole, cut, of other lengths, with and without length and checksum."""
+    """Payloads similar to those of zstd: complete, cut, of other lengths, with and without length and checksum."""
 
     def frame(num_bytes: int, states_size: bool, checks: bool, cut: int, tail: bytes) -> bytes:
         compressor = zstandard.ZstdCompressor(write_content_size=states_size, write_checksum=checks)
@@ -211,7 +214,7 @@ PAYLOADS = st.one_of(st.binary(max_size=PAGE + 40), st.just(bytes(PAGE)), frames
 @given(NONSENSE, st.sampled_from([0, 0, 0, -1, 1, 28, -28]), PAYLOADS)
 @settings(max_examples=settings.default.max_examples * 10)
 def test_well_sealed_nonsense(fields: dict[str, int], stored_off: int, payload: bytes) -> None:
-    """A value with a right checksum and any content decodes within the rules of its header or is refused."""
+    """A value with a right checksum and any content is decoded within the rules of its header, or refused."""
     stored_bytes = max(0, len(payload) + stored_off)
     value = value_of(b"key", fields_of(stored_bytes=stored_bytes, **fields), payload)
     for name, codec in CODECS.items():
@@ -224,6 +227,6 @@ def test_well_sealed_nonsense(fields: dict[str, int], stored_off: int, payload: 
 
 @given(st.binary(max_size=2 * PAGE), st.booleans())
 def test_arbitrary_bytes(tail: bytes, headed: bool) -> None:
-    """Arbitrary bytes, from the start or behind a magic and version, are refused."""
+    """Arbitrary bytes, from the start or after a magic and version, are refused."""
     for codec in CODECS.values():
         assert decode_guarded(codec, b"HKVP\x01\x00" + tail if headed else tail)[0]

@@ -1,4 +1,5 @@
-"""A store that fails, fills up or stalls is not used for a while, and is tried again after the configured backoff."""
+"""A store that fails, is full or stalls is not used for a while. The tier tries it again after the configured
+backoff."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ LIMITS = Limits(reopen_backoff_s=1, max_reopen_backoff_s=6, max_failures=3)
 
 
 def test_a_breaker_opens_and_closes_after_its_backoff(caplog: pytest.LogCaptureFixture) -> None:
-    """Three failures in a row open it, a success between them resets the count; one probe passes when the backoff is
-    over; the backoff doubles with each failed probe up to its maximum and is reset by a success."""
+    """Three failures in a row open the breaker; a success between them resets the count. After the backoff one probe
+    passes. The backoff doubles with each failed probe up to its maximum, and a success resets it."""
     caplog.set_level(logging.INFO)
     clock = Clock()
     breaker = Breaker("reads", LIMITS, clock)
@@ -119,8 +120,9 @@ def num_failures(disk: StoreTier) -> float:
     ],
 )
 def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int, tmp_path: Path) -> None:
-    """Every error of a put is a failed write. After `calls_until_open` the store is not called until the backoff is
-    over; then it is reopened, and pages written from then on are found. Reads continue meanwhile."""
+    """Every error of a put is a failed write. After `calls_until_open` failures the store is not called until the
+    backoff is over. Then the store is reopened, and pages that are written later are found. Reads continue
+    meanwhile."""
     clock = Clock()
     disk, store = started_tier(tmp_path / "s", clock=clock)
     keys, data = pages(1, 2)
@@ -156,8 +158,8 @@ def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int,
 
 
 def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
-    """Reads that raise are misses; after three the store is not called, by finds neither; after the backoff a find
-    passes, and the read behind it decides."""
+    """Reads that raise are misses. After three of them the store is not called, also not for finds. After the backoff a
+    find passes, and the read after it decides whether the breaker closes."""
     clock = Clock()
     keys, data = pages(1, 2)
     disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
@@ -192,7 +194,8 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
 
 
 def test_a_late_read_that_returned_pages_is_no_failure(tmp_path: Path) -> None:
-    """However often; one that brought nothing by its deadline, or failed before, is."""
+    """A read that returned pages after its deadline is no failure, however often this happens. A read that returned no
+    page by its deadline, or failed earlier, is a failure."""
     clock = Clock()
     disk, store = started_tier(tmp_path / "s", clock=clock)
     errors = itertools.count()
@@ -218,8 +221,8 @@ def test_a_late_read_that_returned_pages_is_no_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("readers", [1, 3])
 def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path: Path) -> None:
-    """A read under way for longer than io_timeout_s is announced once; reads that wait behind it are misses; its late
-    answer comes when its thread returns, with the bytes; then reads resume."""
+    """A read that takes longer than io_timeout_s is announced once as stalled, and reads queued behind it are misses.
+    When the stalled thread returns, the late answer has the bytes, and reads resume."""
     clock = Clock()
     keys, data = pages(1, 2)
     disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, readers=readers)
@@ -235,7 +238,7 @@ def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path
     assert sorted(announced[:readers], key=lambda a: a.ticket) == [Stalled(n, n) for n in range(readers)]
     assert announced[readers:] == [ReadDone(readers, readers, (False, False))]
     assert disk.reads.poll() == [] and num_held(disk, keys, PATIENCE_S) is None
-    for pause_s in (0, 5):  # after its delay too: no thread is left that could try
+    for pause_s in (0, 5):  # also after the backoff, because no thread is free to try
         clock.now_s += pause_s
         disk.reads.submit(FindJob(9, keys))
         assert disk.reads.poll() == [FindDone(9, 0)]
@@ -252,8 +255,8 @@ def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path
 
 
 def test_an_answer_comes_behind_the_state_that_it_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A client with the late answer to a stalled read may read again at once, also if the answer arrived while the
-    previous state was being written."""
+    """A client that has received the late answer to a stalled read may read again at once, even if the answer arrived
+    while the server was writing the previous state."""
     clock, (keys, data) = Clock(), pages(1, 2)
     disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, readers=1)
     gate, arrived, write, post, tell = (
@@ -264,8 +267,8 @@ def test_an_answer_comes_behind_the_state_that_it_leaves(monkeypatch: pytest.Mon
         Session._send,
     )
     store.trouble = gate
-    until_s: list[float] = []  # as last told
-    reported: list[tuple[float, float]] = []  # with each answer, and as it was
+    until_s: list[float] = []  # when reads resume, as last written to the status
+    reported: list[tuple[float, float]] = []  # with each answer: when reads resumed by the status, and in truth
 
     def written(status: StatusWriter, stats: Any, touches: int, queues: Any) -> None:
         write(status, stats, touches, queues)
@@ -315,7 +318,7 @@ def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None
     store.inner.get_into = get_into  # type: ignore[method-assign]
     store.inner.thread_read_errors = lambda: getattr(errors, "count", 0)  # type: ignore[method-assign]
     disk.reads.submit(ReadJob(0, 0, (lost,), blank(1), threading.Event()))
-    background = ReadClass.BACKGROUND_READ  # not behind the other
+    background = ReadClass.BACKGROUND_READ  # not queued behind the other read
     disk.reads.submit(ReadJob(1, 0, (absent,), blank(1), threading.Event(), queue_class=background))
     assert [answer.ticket for answer in wait_for_reads(disk, 1)] == [1]
     assert num_failures(disk) == 0, "a page that is not there is no failure"

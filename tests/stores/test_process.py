@@ -1,4 +1,4 @@
-"""The store in a process of its own: the same bytes, and misses in place of waits, whatever becomes of the process."""
+"""A store in its own process returns the same bytes, and misses instead of waits, whatever happens to the process."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import hicache.storage.process.stores
 import hicache.storage.store_files
 import process_case
 from disk_case import PATIENCE_S, Clock, Gate, TroubledStore, blank, disk_threads, pages
+from hicache.metrics import Metrics
 from hicache.storage import (
     StoreError,
     StoreLocked,
@@ -56,8 +57,8 @@ def case(tmp_path: Path) -> Iterator[Case]:
 
 
 def test_bytes_are_restored(case: Case, tmp_path: Path) -> None:
-    """Pages in shared memory go down and come back, what is absent is a miss, lookups wait for their answer, and stats
-    are those of the store; after a close the store is whole."""
+    """Pages in shared memory are stored and restored, an absent page is a miss, and lookups wait for their answer.
+    Stats are those of the store, and a closed store is intact."""
     keys, data = pages(1, 8)
     assert case.tier.pid != os.getpid() and case.tier.page_sizes == (PAGE_BYTES,)
     assert case.stored(keys, data) == (True,) * 8
@@ -80,7 +81,7 @@ def test_bytes_are_restored(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_deadline_reaches_the_store(tmp_path: Path) -> None:
-    """Pages with one outlast pages that are stored later."""
+    """Pages with a deadline outlast pages that are stored later."""
     with contextlib.closing(Case(f"lmdb://{tmp_path / 's'}?budget=1MiB")) as case:
         case.stored(*pages(1, 4))
         case.tier.keep_until(pages(1, 4)[0], math.inf)
@@ -91,8 +92,7 @@ def test_a_deadline_reaches_the_store(tmp_path: Path) -> None:
 
 
 def test_the_store_process_logs_like_its_engine(tmp_path: Path) -> None:
-    """The process writes to the standard error of its engine, from the engine's level on, and as JSON where its engine
-    does."""
+    """The store process logs to the standard error of its engine, with the log level and the format of the engine."""
     code = (
         "import logging, os, sys; sys.path.insert(0, sys.argv[2])\n"
         "from hicache.process.logs import server_lines; from hicache.storage import store_at\n"
@@ -114,8 +114,8 @@ def test_the_store_process_logs_like_its_engine(tmp_path: Path) -> None:
 
 
 def test_wrong_jobs_are_refused(case: Case) -> None:
-    """A page in other memory, one that ends after its memory, one of a wrong size, and an invalid key raise. No job is
-    in flight afterwards, and the store's breakers count no failure."""
+    """A page in other memory, a page that ends after its memory, a page of a wrong size, and an invalid key raise.
+    Afterwards no job is in flight, and the store's breakers count no failure."""
     (key,), (page,) = pages(1, 1)
     shared, last = case.memory[0], np.resize(np.frombuffer(case.memory.data, np.uint8)[-100:], PAGE_BYTES)
     for keys, wrong in ((key, page), (key, last), (key, shared[:100]), (b"", shared), (b"k" * 512, shared)):
@@ -128,7 +128,8 @@ def test_wrong_jobs_are_refused(case: Case) -> None:
 def test_a_start_continues_without_an_unavailable_store(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tier starts closed, says once why, and answers with misses; when the cause is gone it has the store."""
+    """If the store is unavailable, the tier starts closed, logs the reason once, and answers with misses. When the
+    store becomes available, the tier opens it."""
 
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -156,7 +157,8 @@ def test_a_start_continues_without_an_unavailable_store(
 
 
 def test_wrong_settings_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An error that a retry cannot fix is raised at the start, as the store's error; no log line announces a retry."""
+    """A wrong setting is raised at the start as the store's error, because a retry cannot fix it. No log line announces
+    a retry."""
     (tmp_path / "file").write_text("mine")
     for url in (
         "nowhere://x",
@@ -172,7 +174,7 @@ def test_wrong_settings_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_store_whose_threads_cannot_be_started_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine has no thread left for a store that was opened, it is given back whole."""
+    """If the machine has no thread left for an opened store, the store is closed again completely."""
     begin = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
@@ -194,8 +196,8 @@ def test_a_store_whose_threads_cannot_be_started_is_closed(tmp_path: Path, monke
 
 
 def test_a_process_that_dies_is_started_again(case: Case) -> None:
-    """After SIGKILL, jobs that were under way are answered as not done, jobs until the restart as well, and then every
-    page that was acknowledged is there."""
+    """After SIGKILL, jobs in flight and jobs until the restart are answered as not done. Then every acknowledged page
+    is there."""
     keys, data = pages(1, 8)
     assert case.stored(keys[:4], data[:4]) == (True,) * 4
     for turn in range(3):
@@ -214,8 +216,8 @@ def test_a_process_that_dies_is_started_again(case: Case) -> None:
 
 
 def test_a_frozen_process_is_abandoned(tmp_path: Path) -> None:
-    """Under SIGSTOP, as under a frozen disk, what is under way is announced as stalled, and answered when the process
-    has been ended; a new one serves what was acknowledged."""
+    """Under SIGSTOP, as on a frozen disk, jobs in flight are announced as stalled, and are answered when the process
+    has been killed. A new process serves the acknowledged pages."""
     with contextlib.closing(Case(at(tmp_path / "s"))) as case:
         keys, data = pages(1, 4)
         assert case.stored(keys, data) == (True,) * 4
@@ -232,8 +234,8 @@ def test_a_frozen_process_is_abandoned(tmp_path: Path) -> None:
 def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tier is lost while a thread of this process opens its store, writes or reads. When that call returns, the
-    tier opens the store again, and a close leaves the store free."""
+    """The tier counts as lost while a silent thread of this process opens its store, writes or reads. When that call
+    returns, the tier opens the store again, and a close leaves the store free."""
     gate = Gate(verb)
 
     def troubled(url: str, **about: Any) -> TroubledStore:
@@ -246,6 +248,8 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
     limits = dataclasses.replace(LIMITS, open_s=0.05)
     with contextlib.closing(open_tier(request(at(tmp_path / "s"), limits), in_process=True, clock=Clock())) as tier:
         keys, data = pages(1, 4)
+        if verb != "open":
+            eventually(lambda: tier.poll() or tier.is_open, lambda: tier.state)
         if verb == "put":
             assert tier.writes.submit(WriteJob(1, keys, data))
         elif verb == "get_into":
@@ -256,7 +260,7 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
             silence.setattr(client_module, "_MIN_SILENCE_S", -math.inf)
             tier.poll()
         assert tier.state is State.LOST
-        for _ in range(2):  # the loop of the thread has noticed when this returns
+        for _ in range(2):  # when this returns, the loop of the thread has noticed the loss
             tier._transport.look()
         gate.open()
         eventually(lambda: tier.poll() or tier.is_open, lambda: tier.state)
@@ -270,19 +274,20 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
 
 
 def test_silence_before_a_lookup_does_not_count(case: Case) -> None:
-    """A process that had no work for an hour is not late when a lookup is the first to ask it."""
+    """A process that had no work for an hour does not count as late when a lookup asks it."""
     client, asked_s = case.tier, time.monotonic()
     client.last_message_s -= 3600
     os.kill(client.pid, signal.SIGSTOP)
     found = client.find([b"key"], 0.0)
     os.kill(client.pid, signal.SIGCONT)
     assert found is None
-    assert not client._is_stalled  # so `close` waits for the answer as long as for a job
+    assert not client._is_stalled  # so `close` waits as long for this answer as for a job
     assert client.last_message_s >= asked_s
 
 
 def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
-    """The client of an idle engine, which asks nothing, notices and is ready for the next request."""
+    """The client of an idle engine sends no job. The client still notices that its process has died, and is ready for
+    the next request."""
     pid = case.tier.pid
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: any(case.tier.reads.poll() or case.tier.pid != pid for _ in range(256)))
@@ -291,7 +296,8 @@ def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
 
 
 def test_a_process_frozen_while_opening_is_abandoned(case: Case) -> None:
-    """It is killed and another one is started, like a process that hangs with jobs in flight."""
+    """A process that freezes while it opens a store is killed and replaced, like a process that hangs with jobs in
+    flight."""
     client, first = case.tier, case.tier.pid
     os.kill(first, signal.SIGKILL)
     eventually(lambda: client.find((b"key",), 0.01) is None and client.pid != first)
@@ -310,8 +316,8 @@ def test_a_process_frozen_while_opening_is_abandoned(case: Case) -> None:
 def test_a_store_that_does_not_open_delays_no_request(
     closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine continues without it, with one log line, and uses it once it is open. If the engine no longer waits for
-    it, it is closed once it is open."""
+    """An engine runs without a store that takes long to open, logs one line, and uses the store when it is open. If the
+    engine no longer waits for it, the store is closed as soon as it is open."""
     gate, opened = Gate("open"), threading.Event()
 
     def slow(url: str, **about: Any) -> Any:
@@ -336,7 +342,8 @@ def test_a_store_that_does_not_open_delays_no_request(
 
 
 def test_a_close_does_not_raise_why_opening_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine went on without a store that took long to open. That it cannot be opened is found at the close."""
+    """An engine ran without a store that took long to open. If opening the store finally fails, close does not raise
+    that error."""
     gate, before = Gate("open"), {*threading.enumerate()}
 
     def fails_late(url: str, **about: Any) -> Any:
@@ -347,13 +354,13 @@ def test_a_close_does_not_raise_why_opening_failed(tmp_path: Path, monkeypatch: 
     tier = open_tier(request(at(tmp_path / "s"), Limits(open_s=0.05, close_s=60)), in_process=True)
     serving = {thread for thread in threading.enumerate() if thread.name.startswith("hicache-store")}
     gate.open()
-    eventually(lambda: not any(thread.is_alive() for thread in serving - before))  # the error is sent
+    eventually(lambda: not any(thread.is_alive() for thread in serving - before))  # the error has been sent
     assert tier.close()
 
 
 def test_a_store_without_writes_leaves_others_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two identities on one path the first has all of the budget and writes no more; when the second has written its
-    share, both together come to need the budget alone."""
+    """Of two stores on one path, the first has the complete budget and writes no more. When the second has written its
+    share, the first shrinks, and both together fit the budget."""
     monkeypatch.setattr(hicache.storage.process.service, "_IDLE_S", 0.01)
     stores, budget_bytes = OpenStores(f"lmdb://{tmp_path}?budget=1MiB"), 1 << 20
     services = [stores.acquire(json.loads(request("", identity={"model": model}).pack())) for model in "ab"]
@@ -367,8 +374,26 @@ def test_a_store_without_writes_leaves_others_their_share(tmp_path: Path, monkey
         stores.release(service)
 
 
+def test_the_used_ratio_counts_all_stores_of_the_budget(tmp_path: Path) -> None:
+    """Two stores on one path have the smallest budget. The ratio of the store that wrote last is above 1.05, at which
+    the alert HicacheBudget fires, although each store is within the budget."""
+    url = f"lmdb://{tmp_path}?budget=320KiB"
+    with contextlib.ExitStack() as stack:
+        cases = [
+            stack.enter_context(contextlib.closing(Case(url, identity={"model": model}, in_process=True)))
+            for model in "ab"
+        ]
+        for case in cases:
+            for seed in range(4):
+                assert all(case.stored(*pages(seed, 16)))
+        metrics = Metrics()
+        cases[1].tier.register(metrics)
+        assert cases[1].tier.stats().file_bytes <= 320 << 10
+        assert metrics.snapshot()["disk.used_ratio"] > 1.05
+
+
 def test_stores_of_a_process_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one is being opened another is opened and closed; one whose closing raised can be opened again."""
+    """While one store is being opened, another is opened and closed. A store whose close raised can be opened again."""
     stores, gate = OpenStores(), Gate("first")
 
     def slow(url: str, **about: Any) -> Any:
@@ -399,7 +424,8 @@ def test_stores_of_a_process_do_not_wait_for_each_other(tmp_path: Path, monkeypa
 
 
 def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long ago it heard of a process that had no time to answer either, as when the machine stood still."""
+    """A client that has not polled for long loses no answer, however old the last message is. The process had no time
+    to answer either, as if the machine had been suspended."""
     keys, data = pages(1, 4)
     assert case.stored(keys, data) == (True,) * 4
     monkeypatch.setattr(client_module, "_DOUBT_S", PATIENCE_S)
@@ -411,7 +437,8 @@ def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case, monkeypat
 
 
 def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that are no frame, or the outcome of no job, are the last that is taken from a process."""
+    """After bytes that are no frame, or an outcome of an unknown job, the client accepts nothing more from the
+    process."""
     keys, data = pages(1, 2)
     assert case.stored(keys, data) == (True, True)
     garbage = [
@@ -434,9 +461,8 @@ def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", ["leaves", "killed", "forks"])
 def test_queued_pages_of_an_ended_engine_are_stored(mode: str, tmp_path: Path) -> None:
-    """An engine that does not wait for the end of its store may end, or be killed with all of its descendants: its
-    store process does the writes that were sent, though it reads them later, seals the index and ends. Also where a
-    forked child lives on."""
+    """An engine may end without waiting for its store, or be killed with all its descendants, even if a forked child
+    lives on. The store process of this engine still executes the writes that were sent, seals the index, and ends."""
     with Program(WRITER, at(tmp_path / "s"), SUPPORT, mode) as engine:
         assert engine.stdout is not None
         stopped = int(engine.stdout.readline())
@@ -485,12 +511,12 @@ assert held() == before, (held(), before)
 
 
 def test_all_files_are_removed(tmp_path: Path) -> None:
-    """Descriptors and children are as before, after tiers that were closed and processes that were lost, also where
-    their processes become children of this one, as of process 1 of a container."""
+    """After tiers were closed and processes were lost, descriptors and child processes are as before. Nothing is left
+    even if the lost processes become children of this one, as of process 1 of a container."""
     output(_LEAVES_NOTHING, at(tmp_path / "s"), SUPPORT)
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a server kills with the process tree of its engine."""
+    """The processes that are killed together with the process tree of an engine."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*children, *(below for child in children for below in descendants(child))]

@@ -1,4 +1,4 @@
-"""Engines serve on while their store processes are killed and started again."""
+"""Engines continue to serve while their store processes are killed and restarted."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NUM_PROMPTS = 12
 
 
 def engine_at(path: Path, kind: str, packing: str) -> CacheEngine:
-    """In bfloat16, so that of packed pages some do not fit."""
+    """An engine in bfloat16, so that some packed pages do not fit."""
     advanced = AdvancedConfig(disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_max_reopen_backoff_s=0.05)
     disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
     changes = {"disk": disk, "advanced": advanced, "kv_packing": packing, **PACKABLE}
-    # A prompt of 90 tokens fits the window slots without chunks.
+    # A prompt of 90 tokens fits in the window slots without chunks.
     return build_engine(config(**changes, window_tokens=192, prefetch_mode="best_effort"), WIDER[kind])
 
 
@@ -46,9 +46,9 @@ def tokens_of(number: int) -> np.ndarray:
 def test_killed_processes_lose_nothing_that_was_acknowledged(
     kind: str, packing: str, kills: int, tmp_path: Path
 ) -> None:
-    """While requests are served from all tiers, the store process is killed repeatedly at random moments. Each reused
-    byte is right. In the end the store has every page that it acknowledged to the engine, and no page that does not
-    fit when packed."""
+    """While requests are served from all tiers, the store process is killed repeatedly at random moments. Each
+    reused byte is right. In the end the store has every page that it acknowledged, and no page that does not fit
+    when packed."""
     rng, acknowledged, raw = np.random.default_rng(kills), set[bytes](), set[bytes]()
     with engine_at(tmp_path / "s", kind, packing) as engine:
         context = engine.inspect.context
@@ -80,10 +80,10 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(
 
 
 def _is_served(engine: CacheEngine, request: CacheRequest, model: ModelGeometry) -> bool:
-    """False: what is under way to the host holds the slots."""
+    """Serve a request. False if copies to the host still hold the slots that the request needs."""
     try:
         with engine.acquire(request) as lease:
-            prefill(engine, lease, request.tokens, model)  # compares
+            prefill(engine, lease, request.tokens, model)  # compares the reused tokens with the true values
     except ResourceExhausted:
         engine.poll()
         return False

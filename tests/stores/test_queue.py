@@ -1,4 +1,4 @@
-"""Which job of the disk tier goes first, which is not done, and which are done together."""
+"""The order of jobs of the disk tier, the jobs that are skipped, and the jobs that are executed together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def address(page: np.ndarray) -> int:
     st.integers(0, 40),
 )
 def test_a_queue_keeps_class_then_number(offers: list[tuple[ReadClass, int]], capacity: int, max_bytes: int) -> None:
-    """Jobs leave by class and, within one, by number; a group is at most `max_bytes` and as large as it may be. A
-    stopped queue keeps its jobs for its threads."""
+    """Jobs leave the queue by class and, within a class, by number. A group has at most `max_bytes` and is as large as
+    possible. A stopped queue keeps its jobs for its threads."""
     queue: IoQueue[ReadJob, None] = IoQueue("reads", capacity, lambda job: None, Limits(), Clock())
     queue.start(1, lambda watchdog: None)
     for n, (queue_class, num_bytes) in enumerate(offers):
@@ -59,8 +59,8 @@ def test_a_queue_keeps_class_then_number(offers: list[tuple[ReadClass, int]], ca
 
 
 def test_finds_wait_for_no_read_and_urgent_reads_go_first(tmp_path: Path) -> None:
-    """The one reader is busy: finds are answered meanwhile, in submission order. Then urgent reads go before background
-    reads, and reads of one class in submission order."""
+    """While the only reader is busy, finds are answered in the order of submission. Then urgent reads run before
+    background reads, and reads of one class in the order of submission."""
     keys, data = [pages(n, 1)[0] for n in range(8)], [pages(n, 1)[1] for n in range(8)]
     disk, store = started_tier(tmp_path / "s", keys[0], data[0], clock=Clock(), readers=1)
     gate = store.trouble = Gate("get_into")
@@ -92,8 +92,8 @@ def test_finds_wait_for_no_read_and_urgent_reads_go_first(tmp_path: Path) -> Non
 
 
 def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
-    """A read that was cancelled or whose deadline has passed is answered without calling the store; the next job is
-    read; a cancel takes effect between two parts of a batch, and the pages read before it are kept."""
+    """A read that was cancelled, or whose deadline has passed, is answered without calling the store; the next job is
+    read. A cancel takes effect between two parts of a batch, and the pages already read are kept."""
     clock = Clock()
     keys, data = pages(1, 8)
     disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
@@ -103,7 +103,7 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     arrived, goes_on = threading.Event(), threading.Event()
 
     def trouble(verb: str) -> None:
-        if store.verbs("get_into") == 5:  # the second of the last job
+        if store.verbs("get_into") == 5:  # the second call of the last job
             arrived.set()
             assert goes_on.wait(PATIENCE_S)
 
@@ -131,7 +131,7 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
 
 
 def test_pages_after_a_gap_are_not_read(tmp_path: Path) -> None:
-    """A missing page ends its batch: the pages behind it would be useless."""
+    """A missing page ends its batch, because the pages after it would be useless."""
     disk, store = started_tier(tmp_path / "s")
     keys, data = pages(1, 8)
     disk.writes.submit(WriteJob(0, keys[:1] + keys[2:], data[:1] + data[2:]))
@@ -143,7 +143,8 @@ def test_pages_after_a_gap_are_not_read(tmp_path: Path) -> None:
 
 
 def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
-    """Jobs submitted while the writer is busy go into one put, in order, and each is answered for its own pages."""
+    """Jobs that are submitted while the writer is busy share one put, in order. Each job is answered for its own
+    pages."""
     disk, store = started_tier(tmp_path / "s", queue_jobs=10, clock=Clock())
     gate = store.trouble = Gate("put")
     jobs = [WriteJob(n, *pages(n, n + 1), batch=n) for n in range(5)]
@@ -169,14 +170,14 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
 
 
 def test_a_group_is_bounded_and_gets_the_lag(tmp_path: Path) -> None:
-    """A put takes at most a maximum of bytes; `lag` is the fullness of the queue behind it."""
+    """A put has at most a maximum of bytes. `lag` is how full the queue behind it is."""
     disk, store = started_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20, clock=Clock())
     store.inner.put = lambda items, lag, deadline_s=0: [True] * len(items)  # type: ignore[method-assign, assignment]
     gate = store.trouble = Gate("put")
     keys, data = pages(1, 1)
     disk.writes.submit(WriteJob(0, keys, data))
     eventually(lambda: gate.held == 1)
-    many = data * 6144  # 24 MiB: ten are below the bound of 256 MiB, eleven above it
+    many = data * 6144  # 24 MiB, of which ten fit in the limit of 256 MiB and eleven do not
     for n in range(12):
         disk.writes.submit(WriteJob(1 + n, keys * len(many), many))
     until_queued(disk, "writes", 12)
@@ -188,8 +189,8 @@ def test_a_group_is_bounded_and_gets_the_lag(tmp_path: Path) -> None:
 
 
 def test_close_finishes_queued_jobs(tmp_path: Path) -> None:
-    """A full queue refuses jobs; those that it accepted are in the store when the tier has closed."""
-    disk, store = started_tier(tmp_path / "s", queue_jobs=9)  # and one for the reader
+    """A full queue refuses jobs. When the tier has closed, the store has the pages of all accepted jobs."""
+    disk, store = started_tier(tmp_path / "s", queue_jobs=9)  # eight jobs, and one for the reader
     gate = store.trouble = Gate("put")
     batches = [pages(n, 4) for n in range(12)]
     accepted = [disk.writes.submit(WriteJob(n, *batch)) for n, batch in enumerate(batches)]
@@ -202,7 +203,8 @@ def test_close_finishes_queued_jobs(tmp_path: Path) -> None:
 
 
 def test_a_closed_tier_refers_to_no_page_of_its_jobs(tmp_path: Path) -> None:
-    """Their memory may be unmapped, even while the tier itself is kept."""
+    """A closed tier has no references to pages of its jobs, even while the tier itself is kept, because their memory
+    may be unmapped."""
     disk, _ = started_tier(tmp_path / "s")
     keys, written = pages(1, 2)
     into = blank(2)
@@ -219,8 +221,9 @@ def test_a_closed_tier_refers_to_no_page_of_its_jobs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", ["cancelled", "stalled"])
 def test_a_detached_read_that_hangs_is_answered(tmp_path: Path, ends: str) -> None:
-    """A read in the thread and one behind it are answered at once when they are cancelled or stall. Pages that the
-    thread reads later do not reach the client's memory, which may have another use then. Later reads get pages."""
+    """A read in the thread, and a read queued behind it, are answered at once when they are cancelled or stall. Pages
+    that the thread reads later do not reach the client's memory, which may then have another use. Later reads get
+    pages."""
     clock = Clock()
     keys, data = pages(1, 2)
     disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, detaches_reads=True)
@@ -240,7 +243,7 @@ def test_a_detached_read_that_hangs_is_answered(tmp_path: Path, ends: str) -> No
     gate.open()
 
     def is_read() -> bool:
-        clock.now_s += 11  # the breaker that a stall has opened tries again
+        clock.now_s += 11  # a stall has opened the breaker, which now tries again
         disk.reads.submit(ReadJob(2, 0, keys, targets[2], threading.Event()))
         return wait_for_reads(disk, 1)[0].ok == (True, True)
 

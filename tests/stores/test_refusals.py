@@ -1,4 +1,5 @@
-"""Kernels, containers and file systems that refuse a call: the disk tier does without it, or says what would do."""
+"""Kernels, containers and file systems that refuse a call: the disk tier works without it, or its error names a
+remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from hicache.storage.slot_file import SlotFile
 from programs import Program
 from storage_pages import found_numbers, open_store, put_numbers
 
-# Arguments: an error, how the store runs, its path, and the calls that are refused.
+# Arguments: an error, the transport of the store, its path, and the refused calls.
 PROGRAM = """
 import gc, logging, os, sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[1])))
@@ -63,19 +64,21 @@ def outputs_of(error: int, transport: str, path: Path, *calls: str) -> tuple[lis
 @pytest.mark.store_process
 @pytest.mark.parametrize("error", [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.long)])
 def test_calls_that_are_not_needed_may_be_refused(error: int, tmp_path: Path) -> None:
-    """An engine stores its pages and finds them again without them, and says once a process what is lost."""
+    """Without these calls an engine still stores its pages and finds them again. Each process logs once what it
+    loses."""
     printed, logged = outputs_of(error, "process", tmp_path / "s", *UNNEEDED)
     assert printed == ["served 0", "served 88", "left 0"], (printed, logged)
     warnings = [line for line in logged if "WARNING" in line]
     for words in ("memfd_create is refused", "cannot flush writes to its disk"):
-        assert 1 <= sum(words in line for line in warnings) <= 3, logged  # of the engine, and of each of its processes
+        assert 1 <= sum(words in line for line in warnings) <= 3, logged  # of the engine and each of its processes
     assert all("refused" in line or "cannot flush" in line for line in warnings), warnings
 
 
 @pytest.mark.store_process
 @pytest.mark.parametrize("error", [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.long)])
 def test_a_store_process_that_cannot_be_watched_is_refused(error: int, tmp_path: Path) -> None:
-    """Without pidfd_open the error names it and the remedy; no descriptor stays open. In threads the store works."""
+    """Without pidfd_open the error names the call and the remedy, and no descriptor stays open. A store in threads
+    works."""
     printed, _ = outputs_of(error, "process", tmp_path / "s", "pidfd_open")
     assert printed[2:] == ["left 0"]
     for line in printed[:2]:
@@ -84,7 +87,7 @@ def test_a_store_process_that_cannot_be_watched_is_refused(error: int, tmp_path:
 
 
 def refused(error: int, *, always: bool = True) -> Callable[..., object]:
-    """A call that fails; `always` or only on what is a folder."""
+    """A call that fails: for every argument if `always`, otherwise only for folders."""
 
     def call(descriptor: int, *_: object) -> None:
         if always or os.path.isdir(f"/proc/self/fd/{descriptor}"):
@@ -97,8 +100,8 @@ def refused(error: int, *, always: bool = True) -> Callable[..., object]:
 def test_a_file_system_may_lack_calls(
     error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where folders cannot be synced, space not reserved, holes not made and files not read directly, a store keeps its
-    pages, and says once that a power failure may cost some."""
+    """On a file system that cannot sync folders, reserve space, free single slots or read directly, a store keeps its
+    pages. The store logs once that a power failure may lose some."""
     monkeypatch.setattr(os, "fsync", refused(error, always=False))
     monkeypatch.setattr(os, "posix_fallocate", refused(error))
     monkeypatch.setattr(SlotFile, "_punch", lambda *_: False)
@@ -119,15 +122,15 @@ def test_a_file_system_may_lack_calls(
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_refused(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an error that names the path."""
+    """A file system without locks is refused with an error that names the path."""
     monkeypatch.setattr("fcntl.flock", refused(error))
     with pytest.raises(StoreError, match=str(tmp_path)):
         open_store(tmp_path / "s")
 
 
 def test_shared_memory_that_is_too_small_is_no_surprise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memfd_create is refused and /dev/shm has no room, as in a container, the error names the setting, the call
-    and the size of /dev/shm: memory that is not there when it is touched would end the process."""
+    """If memfd_create is refused and /dev/shm is too small, as in a container, the error names the setting, the call
+    and the size of /dev/shm. Otherwise the process would end when it touches missing memory."""
     monkeypatch.setattr(os, "memfd_create", refused(errno.EPERM))
     monkeypatch.setattr(os, "pwrite", refused(errno.ENOSPC))
     before = os.listdir("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""The settings of the disk tier for its pages: the filter before compression, and the key that encrypts them."""
+"""Settings of the disk tier for its pages: the filter before compression, and the key for encryption."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def spec(name: str, dtype: torch.dtype, *shape: int, per: str = "token") -> Buff
 
 
 def test_the_filter_follows_the_layout() -> None:
-    """It shuffles by the bytes of the smallest element, and fits the pages; packed ones it leaves alone."""
+    """The filter shuffles by the bytes of the smallest element, and fits the page sizes. Packed pages have no
+    filter."""
     even = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 4, 4)), 4)
     fp8 = PoolLayout((spec("kv", torch.uint8, 12),), 4)
     scaled = PoolLayout((spec("k", torch.int8, 2, 8), spec("s", torch.float32, 16)), 4)
@@ -83,8 +84,9 @@ def test_an_invalid_key_is_refused_and_not_shown(form: bytes, tmp_path: Path, mo
 
 
 def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages written under a key come back under it; another key, or none, is refused at opening; the file holds no
-    page in the clear; neither settings nor messages show the key."""
+    """Pages that were written under a key are read back under it. A store with another key, or without a key, is
+    refused when the store opens. The file contains no unencrypted page, and neither settings nor messages show the
+    key."""
     pytest.importorskip("cryptography")
     monkeypatch.delenv("HICACHE_DISK_KEY", raising=False)
     (tmp_path / "key").write_text(KEY.hex())
@@ -109,7 +111,8 @@ def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_remote_store_that_cannot_be_opened_leaves_the_disk_free(tmp_path: Path) -> None:
-    """The engine is not built, and the next attempt may use the same path."""
+    """If the remote store cannot be opened, the engine is not built, and the next attempt may use the same path of the
+    disk."""
     for remote in (RemoteConfig(url="lmdb:///dev/null/pages"), None):
         changes = {"disk": DiskConfig(path=str(tmp_path / "pages")), "remote": remote}
         with contextlib.nullcontext() if remote is None else pytest.raises(StoreError, match="/dev/null"):

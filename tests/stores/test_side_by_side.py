@@ -1,4 +1,5 @@
-"""A disk and a remote store as one: what a look-up waits for, where a page is read, and faults of the remote store."""
+"""A disk and a remote store used as one: the stores for which a look-up waits, the store that reads a page, and faults
+of the remote store."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 
 from disk_case import Clock, Gate, TroubledStore, blank, pages, started_tier
 from hicache.metrics import Metrics
+from hicache.storage import StoreError
 from hicache.storage.process.jobs import FindDone, FindJob, ReadDone, ReadJob
 from hicache.stores.side_by_side import Stores, answer_limit_s
 from hicache.tiers import DISK, REMOTE, Store
@@ -32,14 +34,15 @@ class Case(NamedTuple):
         assert self.stores.find(FindJob(1, (), others=KEYS), answer_s)
 
     def found(self) -> tuple[bool, ...] | None:
-        """The answer to the look-up, if there is one."""
+        """The answer to the look-up, or None if there is none yet."""
         for _, done in self.stores.poll():
             assert isinstance(done, FindDone) and done.ticket == 1
             return done.others
         return None
 
     def read(self, keys: Sequence[bytes] = KEYS[:3]) -> list[tuple[Store, bool]]:
-        """Read pages, in parts of one store. Returns the store and the outcome of each; pages have the right bytes."""
+        """Read pages in parts that belong to one store. Returns the store and the outcome of each page; pages that were
+        read have the right bytes."""
         targets, start, num_parts = blank(len(keys)), 0, 0
         while start < len(keys):
             end = self.stores.end_of_part(keys, start, 8)
@@ -61,11 +64,11 @@ def case(tmp_path: Path) -> Iterator[Case]:
     remote, on_remote = started_tier(tmp_path / "remote", KEYS[1:3], DATA[1:3], clock=clock, name="remote")
     case = Case(Stores({DISK: disk, REMOTE: remote}), MappingProxyType({DISK: on_disk, REMOTE: on_remote}), clock)
     yield case
-    assert case.stores.close()
+    eventually(case.stores.close)
 
 
 def test_pages_are_found_in_both_stores_and_read_from_the_disk_first(case: Case) -> None:
-    """Without a look-up, all are read from the disk."""
+    """A look-up finds pages in both stores. A page that both have, or that no look-up named, is read from the disk."""
     case.find()
     assert eventually(case.found) == (True, True, True, False)
     assert case.read() == [(DISK, True), (DISK, True), (REMOTE, True)]
@@ -73,7 +76,8 @@ def test_pages_are_found_in_both_stores_and_read_from_the_disk_first(case: Case)
 
 
 def test_a_look_up_waits_for_the_remote_store_until_its_deadline(case: Case) -> None:
-    """Then the disk's answer counts alone. The late answer changes nothing, and the next look-up finds all pages."""
+    """At the deadline only the disk's answer counts. A late answer of the remote store changes nothing, and the next
+    look-up finds all pages."""
     metrics = Metrics()
     case.stores.register(metrics)
     gate = case.on[REMOTE].trouble = Gate("contains")
@@ -97,7 +101,7 @@ def test_a_disk_with_all_pages_waits_for_nothing(case: Case) -> None:
 
 
 def test_a_page_that_the_remote_store_lost_is_a_miss_and_is_not_asked_for_again(case: Case) -> None:
-    """For ten seconds."""
+    """For ten seconds a page that the remote store lost is a miss without another request."""
     case.find()
     eventually(case.found)
     case.on[REMOTE].inner.delete(KEYS[2:3])
@@ -112,15 +116,31 @@ def test_a_page_that_the_remote_store_lost_is_a_miss_and_is_not_asked_for_again(
 
 
 def test_a_store_that_refuses_is_not_asked(case: Case) -> None:
-    """After a stall the breaker of the remote store is open, and the disk answers alone, at once."""
+    """A stall has opened the breaker of the remote store. Then the disk alone answers, at once."""
     gate = case.on[REMOTE].trouble = Gate("contains")
     case.find()
     eventually(lambda: gate.held == 1)
+    eventually(lambda: case.found() is None and not case.stores.tiers[DISK].reads.in_flight)
     case.clock.now_s += 11
     assert eventually(case.found) == (True, True, False, False)
     eventually(lambda: case.stores.poll() or case.stores.tiers[REMOTE].reads.refuses())
     case.find()
     assert eventually(case.found) == (True, True, False, False)
+    gate.open()
+
+
+def test_a_remote_store_that_hangs_leaves_the_disk_closed(case: Case) -> None:
+    """If the remote store cannot be closed, the disk is closed, so that another process can open it."""
+    gate = case.on[REMOTE].trouble = Gate("get_into")
+    case.find()
+    eventually(case.found)
+    assert case.stores.read(ReadJob(2, 0, KEYS[2:3], blank(1), threading.Event()))
+    eventually(lambda: gate.held == 1)
+    case.clock.now_s += 11
+    eventually(case.stores.poll)
+    assert not case.stores.close()
+    with pytest.raises(StoreError, match="closed"):
+        case.on[DISK].contains(KEYS)
     gate.open()
 
 

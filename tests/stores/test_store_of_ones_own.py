@@ -1,4 +1,4 @@
-"""A page store of one's own: a class in one file that answers to `PageStore` is the disk tier of an engine."""
+"""A custom page store: a class in one file that implements `PageStore` is the disk tier of an engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Refusing(MemoryPageStore):
 
 
 def test_a_store_of_ones_own_is_one_file() -> None:
-    """Its file imports the contract of stores and the encoding of values, and nothing else of the project."""
+    """The file of the custom store imports only the contract of stores and the encoding of values from the project."""
     names = {getattr(value, "__module__", None) for value in vars(memory_store).values()}
     assert {name for name in names if name is not None and name.startswith("hicache")} == {
         "hicache.storage.base",
@@ -63,8 +63,8 @@ def test_a_store_of_ones_own_is_one_file() -> None:
 
 
 def test_engines_share_a_store_that_its_owner_closes() -> None:
-    """A second engine over the same object finds what the first stored, while that runs and after both have ended:
-    an engine closes no store that it was given."""
+    """A second engine over the same store finds the pages of the first, while the first runs and after both have ended.
+    An engine does not close a store that it was given."""
     store, tokens = MemoryPageStore(1 << 20), prompt(1)
     with engine_over(store) as first, engine_over(store) as second:
         assert ask(first, "a", tokens) == Hit()
@@ -75,14 +75,14 @@ def test_engines_share_a_store_that_its_owner_closes() -> None:
         assert store.contains(page_keys(third, tokens)) == [True] * NUM_PAGES
         store.close()
         assert ask(third, "d", tokens) == Hit(device=CACHED_LEN)
-        # At least that of "d": that of "c" may come to the store after it was closed.
+        # At least the touch of "d" has failed; the touch of "c" may reach the store only after its close.
         eventually(lambda: third.stats()["disk.failed_touches"] >= 1, third.stats)
-    with engine_over(store) as fourth:  # every call raises now
+    with engine_over(store) as fourth:  # from now on every call raises
         assert ask(fourth, "d", tokens) == Hit() and ask(fourth, "e", tokens) == Hit(device=CACHED_LEN)
 
 
 class Twisted(MemoryPageStore):
-    """A store that answers rightly, in a way of its own, or whose count of failed reads cannot be had."""
+    """A store that returns its answers in another form, or that cannot count its failed reads."""
 
     twist: Callable[[list[bool]], Any] = staticmethod(list)
     counts = True
@@ -115,13 +115,13 @@ WRONG: dict[str, Callable[[list[bool]], Any]] = {
 
 @pytest.mark.parametrize("kind", [np.array, iter, tuple, *WRONG])
 def test_a_store_that_fails_is_left_alone(kind: Any) -> None:
-    """Answers may be any sequence. While calls of a store raise, answer for more keys or fewer, or cannot say what they
-    failed, requests are served as without it; when it is right it is used again."""
+    """Answers may be any sequence. While calls of a store raise, return too many or too few answers, or cannot count
+    failed reads, requests are served as without the store. When the store works, it is used again."""
     store, fails = Twisted(1 << 20), kind in WRONG
     with engine_over(store) as engine:
         ask(engine, "a", prompt(0))
         store.twist, store.counts = WRONG.get(kind, kind), kind != "no count"
-        for n in range(1, 5):  # they evict the first from both tiers
+        for n in range(1, 5):  # these prompts evict the first one from both tiers
             assert ask(engine, f"b{n}", prompt(n)).disk == 0
         assert ask(engine, "c", prompt(0)) == (Hit() if fails else Hit(disk=CACHED_LEN))
         stats = engine.stats()
@@ -136,7 +136,7 @@ def test_a_store_that_fails_is_left_alone(kind: Any) -> None:
 
 
 class Unnumbered(MemoryPageStore):
-    """A store that raises instead of counting, or counts what is no number, every other time."""
+    """A store whose `stats` raises, or has a count that is no number, every other time."""
 
     turn = 0
 
@@ -148,7 +148,8 @@ class Unnumbered(MemoryPageStore):
 
 
 def test_a_store_that_cannot_count_is_used() -> None:
-    """If `stats` raises or returns nonsense, pages are still stored and found; the last valid numbers are shown."""
+    """If `stats` raises or returns invalid numbers, pages are still stored and found. The last valid numbers are
+    shown."""
     store = Unnumbered(1 << 20)
     with engine_over(store) as engine:
         ask(engine, "a", prompt(0))
@@ -161,8 +162,8 @@ def test_a_store_that_cannot_count_is_used() -> None:
 
 
 def test_pages_refused_by_a_store_stay_on_the_host() -> None:
-    """Where `put` says False and counts no error, the pages count as not stored and serve from the host, and writing
-    goes on: they are stored as soon as it says True."""
+    """If `put` returns False without counting an error, the pages count as not stored, and are served from the host.
+    Writing continues, and the pages are stored as soon as `put` returns True."""
     store, tokens = Refusing(1 << 20), prompt(1)
     with engine_over(store) as engine:
         store.takes = False
@@ -181,7 +182,7 @@ def test_pages_refused_by_a_store_stay_on_the_host() -> None:
 
 
 def test_a_store_takes_the_place_of_the_disk_settings(tmp_path: Path) -> None:
-    """A store together with a path of the disk tier raises, and so does one without the settings of a disk tier."""
+    """A store together with a path of the disk tier raises, and so does a store without settings of a disk tier."""
     store = MemoryPageStore(1 << 20)
     for changes, setting in (
         ({"disk": DiskConfig(path=str(tmp_path))}, "disk path"),

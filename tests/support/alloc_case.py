@@ -1,4 +1,4 @@
-"""Helpers of the tests of the slot allocators: building an allocator, and calls for batches given as lists."""
+"""Helpers of the tests of the slot allocators: they build an allocator, and call it for batches given as lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's application in the process of its test, asked without connections."""
+"""Helpers of tests that call the server's ASGI application in their own process, without connections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT, MAX_OPEN = 512, 8
 
 @dataclass(frozen=True)
 class ServedApp:
-    """`app`: over the others."""
+    """Parts of a server. `app` serves requests through the other parts."""
 
     thread: EngineThread
     frontend: Frontend
@@ -39,7 +39,7 @@ class ServedApp:
 async def served(
     tokenizer: Tokenizer, make_runner: Callable[[Any, CacheEngine], Runner] = tiny_runner, *, timeout_s: float = 60.0
 ) -> AsyncIterator[ServedApp]:
-    """A server's parts in this process, over a tiny model; at the end the engine has stopped."""
+    """Run a server's parts in this process, over a tiny model. At the end the engine stops."""
     tiny = shared(tiny_llama, device="cpu")
     engine = tiny_engine(tiny)
     thread = EngineThread(engine, Scheduler(engine, make_runner(tiny, engine)), lambda: None)
@@ -60,8 +60,8 @@ async def served(
 
 
 class Client:
-    """Posts one body to a route of the application. `removed`: set when it goes away. `sends_all`: else the end of its
-    body never comes."""
+    """A client that posts one body to a route of the application. Set `removed` to disconnect it. Without `sends_all`,
+    the body stays incomplete."""
 
     def __init__(self, app: ASGIApp, path: str, body: bytes, *, sends_all: bool = True) -> None:
         self._app, self._path, self._messages = app, path, [(body, not sends_all)]
@@ -69,7 +69,7 @@ class Client:
         self.removed = asyncio.Event()
 
     async def answer(self) -> tuple[int, dict[str, Any]]:
-        """Status and error."""
+        """Post the body; returns the status and the error of the response."""
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": self._path, "headers": headers, "query_string": b""}
         await self._app(scope, self._receive, self._send)

@@ -1,5 +1,5 @@
-"""A server for the tests of the benchmark `servers`: its cache is a set of prompts in pieces of 16 tokens, and its
-answer a sum of the prompt. Mode `slow` answers no prompt within the limit."""
+"""A server for the tests of the benchmark `servers`. The cache of this server is a set of prompts in pieces of 16
+tokens; an answer is a sum of the prompt. In mode `slow` the server answers no prompt within the time limit."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""An index of the blocks that each medium holds, built from KV events like a router's. It raises for a block that is
-stored twice, for a removed block that is not held, and for one whose parent no medium holds. As a program it subscribes
-over ZeroMQ:
+"""An index of the blocks that each medium holds, built from KV events as a router builds one. The index raises if a
+block is stored twice, if a removed block is not held, or if no medium holds the parent of a stored block. The program
+subscribes over ZeroMQ:
 
     python tests/support/block_index.py ADDRESS REPLAY_ADDRESS [MODULE]
 
-decodes with the classes of MODULE (vLLM's or SGLang's; default: the twins below), requests batches that it missed, and
-prints `ready` once batches arrive live. At the end of the stream it prints, as JSON, the blocks held before that.
+The program decodes events with the classes of MODULE, which are vLLM's or SGLang's; the default are the twins below.
+The program requests the batches that it missed, and prints `ready` as soon as batches arrive live. When the stream
+ends, it prints as JSON the blocks that each medium held before the end.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 
 
 class BlockIndex:
-    """`held`: the hashes that each medium holds. `blocks`: parent and tokens of every block in an event so far."""
+    """`held`: the hashes of the blocks that each medium holds. `blocks`: parent and tokens of every block of an event
+    so far."""
 
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
@@ -82,7 +84,8 @@ class BlockIndex:
 
 
 def read_lines(path: Path) -> list[KVEventBatch]:
-    """The batches of a file, of one or several streams; each counts from 0 without a gap and ends as it began."""
+    """Read the batches of one or several streams from a file. Check that each stream counts from 0 without a gap and
+    ends once."""
     batches, expected = [], 0
     for line in path.read_text().splitlines():
         said = json.loads(line)
@@ -96,7 +99,7 @@ def read_lines(path: Path) -> list[KVEventBatch]:
 
 
 class Subscriber:
-    """A SUB socket, and a DEALER socket that requests the batches that SUB has missed."""
+    """A SUB socket for the live batches, and a DEALER socket that requests the batches that SUB has missed."""
 
     def __init__(self, address: str, replay: str, batch_class: type) -> None:
         zmq = importlib.import_module("zmq")
@@ -109,7 +112,7 @@ class Subscriber:
         self.next = 0
 
     def batches(self) -> Iterable[Any]:
-        """Batches without a gap, until the stream ends."""
+        """Yield the batches without a gap until the stream ends."""
         while True:
             topic, number, payload = self._live.recv_multipart()
             assert topic == b"kv"

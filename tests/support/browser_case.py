@@ -1,4 +1,4 @@
-"""A page in headless Chromium, spoken to over the pipes of its DevTools protocol."""
+"""A page in headless Chromium. The test controls it over the pipes of the browser's DevTools protocol."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
 )
 _FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-_ABOVE_FD = 10  # the protocol's descriptors are 3 and 4 in the browser, so ours must be others
+_ABOVE_FD = 10  # the browser uses descriptors 3 and 4 for the protocol
 
 
 class Page:
-    """`errors`: what the console said of the kind, and exceptions; `urls`: every address that the page asked for."""
+    """A page of the browser. `errors`: errors on the console, and exceptions; `urls`: every address that the page
+    requested."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.errors: list[str] = []
@@ -42,17 +43,17 @@ class Page:
         self._call("Page.navigate", url=url)
 
     def dark(self) -> None:
-        """From now on the user prefers dark pages."""
+        """Make the user prefer dark pages from now on."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
 
     def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression, converted by JSON."""
+        """Return the value of a JavaScript expression, converted through JSON."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Until the expression is true."""
+        """Wait until the JavaScript expression is true."""
         eventually(
             lambda: self.value(expression), lambda: (expression, self.errors, self.value("document.body.innerText"))
         )
@@ -90,7 +91,8 @@ class Page:
 
 @contextlib.contextmanager
 def browser_page(profile: Path) -> Iterator[Page]:
-    """An empty page of a browser that keeps its files under `profile`. Call it only where there is a `BROWSER`."""
+    """Open an empty page of a browser that keeps its files under `profile`. Call this function only if `BROWSER` is
+    set."""
     assert BROWSER is not None
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_above(fd)) for fd in (*os.pipe(), *os.pipe())]
@@ -110,7 +112,7 @@ def browser_page(profile: Path) -> Iterator[Page]:
 
 
 def _above(given: int) -> io.FileIO:
-    """The same file under a number that the browser's own do not clash with."""
+    """Duplicate the descriptor to a number above those of the browser, and close the given one."""
     fd = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _ABOVE_FD)
     os.close(given)
     return io.FileIO(fd, "w" if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_WRONLY else "r")

@@ -1,10 +1,11 @@
-"""Processor time of the tests by file: printed by a run of all, and held to `tests/budget.toml` by `make check`.
+"""Processor time of the tests by file. A run of all tests prints it, and `make check` compares it with
+`tests/budget.toml`.
 
     python tests/support/budget.py        fails if the last run took more than 1.5 times of a folder's budget, or if the
                                           machine is slow, of the budget times the median ratio of all folders
     python tests/support/budget.py new    prints a budget, a fifth above what the last run took
 
-Processes that a file's tests start count too: children that have ended, and programs of the fork server.
+The time of a file includes child processes that have ended, and programs of the fork server.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pathlib import Path
 
 import pytest
 
-LIMITS, SPENT = "tests/budget.toml", "build/test-seconds.json"  # below the root of the repository
+LIMITS, SPENT = "tests/budget.toml", "build/test-seconds.json"  # paths from the root of the repository
 _TOLERANCE, _ROOM, _DEAREST = 1.5, 1.2, 10
-_LEAST_S = 8  # of a folder: what is shorter varies by more than its share
+_LEAST_S = 8  # folders with a smaller budget are not checked, because their times vary too much
 
 
 class Budget:
-    """Of a run in forked workers. A plugin of the process that collects the tests."""
+    """Processor time by test file of a run in forked workers: a plugin of the process that collects the tests."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._by_file, self._config = Counter[str](), config
@@ -40,7 +41,7 @@ class Budget:
         return budget
 
     def add(self, file: str, seconds: float) -> None:
-        """Processor time of a test of `file`, a path from the root."""
+        """Add the processor time of a test of `file`, a path from the root of the repository."""
         self._by_file[file] += seconds
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -64,12 +65,12 @@ def is_default(config: pytest.Config) -> bool:
 
 
 def folder_of(file: str) -> str:
-    """The folder of a test file: `flow` for tests/flow/test_engine.py, `.` for files in tests/ itself."""
+    """The folder of a test file: `flow` for tests/flow/test_engine.py, `.` for files directly in tests/."""
     return "/".join(Path(file).parts[1:-1]) or "."
 
 
 def by_folder(root: Path) -> Counter[str]:
-    """Seconds by folder of the last run of all default tests on this machine; empty if there was none."""
+    """Seconds by folder of the last run of all default tests on this machine; empty if no run was recorded."""
     spent, last = Counter[str](), root / SPENT
     for file, seconds in json.loads(last.read_text()).items() if last.exists() else ():
         spent[folder_of(file)] += seconds
@@ -77,7 +78,7 @@ def by_folder(root: Path) -> Counter[str]:
 
 
 def over_budget(root: Path) -> list[str]:
-    """A line for each folder that took more than it may."""
+    """One line for each folder whose tests took more time than its limit."""
     limits, spent = tomllib.loads((root / LIMITS).read_text())["seconds"], by_folder(root)
     slowness = slowness_of(spent, limits)
     return [
@@ -89,13 +90,13 @@ def over_budget(root: Path) -> list[str]:
 
 
 def slowness_of(spent: Counter[str], limits: dict[str, float]) -> float:
-    """How many times as long as the budget the tests take on this machine, at least 1: the median of larger folders."""
+    """The factor, at least 1, by which this machine is slower than the budget: the median over the larger folders."""
     ratios = [seconds / limits[folder] for folder, seconds in spent.items() if limits.get(folder, 0) > _LEAST_S]
     return max(1.0, statistics.median(ratios or [1.0]))
 
 
 def new_budget(root: Path) -> list[str]:
-    """The lines of a budget that fits the last run."""
+    """The lines of a budget that fits the times of the last run."""
     spent = sorted(by_folder(root).items())
     return ["[seconds]", *(f'"{folder}" = {max(_LEAST_S, math.ceil(_ROOM * seconds))}' for folder, seconds in spent)]
 

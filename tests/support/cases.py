@@ -1,4 +1,4 @@
-"""Tables of cases: pairs of parameters in place of their product, and calls that are refused."""
+"""Tables of test cases: rows that cover every pair of parameters, and checks that calls are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ KERNELS = ("torch", "triton")
 
 
 def pairwise(**axes: Sequence[object]) -> pytest.MarkDecorator:
-    """Parametrize with every pair of values of two axes; the rest of their product is `long`. `kernels` is the
-    fixture."""
+    """Parametrize a test. The default rows have every pair of values of two axes; the other rows of the product are
+    `long`. The axis `kernels` is passed to the fixture of that name."""
     return _covering(2, axes)
 
 
 def each_value(**axes: Sequence[object]) -> pytest.MarkDecorator:
-    """As `pairwise`, with every value of each axis in some row."""
+    """Parametrize a test as `pairwise` does, but the default rows only have every value of each axis."""
     return _covering(1, axes)
 
 
@@ -47,12 +47,12 @@ def _covering(strength: int, axes: Mapping[str, Sequence[object]]) -> pytest.Mar
 
 
 def long(*rows: object) -> list[ParameterSet]:
-    """Rows of a table that are `long`; a tuple has a value for each name."""
+    """Mark rows of a table as `long`. A row that is a tuple has one value for each parameter."""
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.long) for row in rows]
 
 
 def refused(error: type[Exception], *calls: Callable[[], object]) -> None:
-    """Each call raises `error`."""
+    """Assert that each call raises `error`."""
     for position, call in enumerate(calls):
         with pytest.raises(error):
             pytest.fail(f"call {position} of {len(calls)} returned {call()!r}")

@@ -1,4 +1,4 @@
-"""`hicache` commands in this process: their status, output and errors."""
+"""Run `hicache` commands in this process, and return their status, output and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicache.cli import main
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Status, output and errors of `hicache ARGUMENTS`."""
+    """Run `hicache ARGUMENTS`; returns its status, output and errors."""
     capsys.readouterr()
     try:
         status = main([*map(str, arguments)])
@@ -28,7 +28,7 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: object, status: int =
 
 
 def stats(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict[str, Any]:
-    """The one JSON object that the command prints with --json."""
+    """Run the command with --json; returns the JSON object that it prints."""
     out = output(capsys, *arguments, "--json", status=status)
     assert len(out.splitlines()) == 1
     found: dict[str, Any] = json.loads(out)
@@ -36,7 +36,8 @@ def stats(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line with which the command refuses: status 2, nothing on its output, nothing that a terminal obeys."""
+    """Run a command that must be refused with status 2, no output and no control characters; returns its one line of
+    error."""
     status, out, err = outcome(capsys, *arguments)
     assert (status, out) == (2, ""), (status, out, err)
     (line,) = err.splitlines()

@@ -1,4 +1,5 @@
-"""Under which keys Triton would compile the launches of a test. Without a GPU nothing is compiled or launched."""
+"""The keys under which Triton would compile the kernel launches of a test. Without a GPU nothing is compiled or
+launched."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 
 
 class _NoDevice:
-    """A driver of Triton without a GPU: the keys are those of an H100."""
+    """A Triton driver without a GPU: Triton computes the keys of an H100."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -28,8 +29,8 @@ class _NoDevice:
 
 @contextlib.contextmanager
 def compiled_keys(*modules: types.ModuleType) -> Iterator[list[tuple[str, str]]]:
-    """Kernel and key of each launch within, of the kernels in `modules`, under a key that none before had. On a GPU
-    they run; without one they are noted alone."""
+    """Record the kernel and the key of each launch inside the context, each pair once, for the kernels in `modules`.
+    With a GPU the kernels run; without a GPU the launches are only recorded."""
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -40,7 +41,7 @@ def compiled_keys(*modules: types.ModuleType) -> Iterator[list[tuple[str, str]]]
     def note(*, key: str, fn: Any, **_: Any) -> bool:
         if (fn.name, key) not in keys:
             keys.append((fn.name, key))
-        return not on_gpu  # True: do not compile, and so do not launch
+        return not on_gpu  # True: Triton neither compiles nor launches
 
     kernels = [(module, *item) for module in modules for item in vars(module).items() if item[0].endswith("_kernel")]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,8 @@
 """The toy model with windows or recurrent layers, whose true KV and states are functions of the prefix alone.
 
-`compute` first reads what a forward pass would read and compares it with the truth: full rows of the whole prefix,
-window rows of the last window, and the state, which must have consumed exactly the tokens before the pass.
+`compute` first reads the rows and the state that a forward pass would read, and compares them with the true values:
+full rows of the complete prefix, window rows of the last window, and the state after exactly the tokens before the
+pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LATENT = ModelGeometry(3, 1, 16, latent=LatentGeometry(12, 4))
 MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
 EACH_MODEL = [pytest.param(model, id=kind) for kind, model in MODELS.items()]
 WITH_COMPONENTS = EACH_MODEL[1:]
-# The same models with rows of 16 channels in bfloat16, of equal size in bytes, and settings that allow packing.
+# The same models with rows of 16 channels in bfloat16. All rows have the same number of bytes, and the settings allow
+# packing.
 WIDER = {kind: replace(model, head_dim=8) for kind, model in MODELS.items()}
 PACKABLE = {"dtype": "bfloat16", "host_page_size": 16}
 POLICIES = ("write_through", "write_back", "exclusive")
@@ -46,7 +48,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 def state(layer: int, tokens: np.ndarray, namespace: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Conv window and temporal state after `tokens`; zero before the first."""
+    """Conv window and temporal state after `tokens`; the window and the state are zero before the first token."""
     if not len(tokens):
         return torch.zeros(STATE.conv[0]), torch.zeros(STATE.temporal)
     last = prefix_hashes(tokens, namespace)[-1:]
@@ -54,9 +56,9 @@ def state(layer: int, tokens: np.ndarray, namespace: str) -> tuple[torch.Tensor,
 
 
 def attention_of(hashes: np.ndarray, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values of a layer at positions of these hashes: [len, 2, heads, dim]; [len, 1, 1, dim] where they are
-    one latent row. In bfloat16 one position in twenty has numbers of any size: a page with two of them does not fit
-    when it is packed."""
+    """Keys and values of a layer at positions of these hashes: [len, 2, heads, dim], or [len, 1, 1, dim] for latent
+    rows. In bfloat16 one position in twenty has numbers of any size; a page with two such positions does not fit when
+    it is packed."""
     shape = (1 if geometry.latent else 2, geometry.head_num, geometry.head_dim)
     values = values_of(hashes, layer, shape)
     if dtype == torch.bfloat16:
@@ -69,7 +71,7 @@ def attention_of(hashes: np.ndarray, layer: int, geometry: ModelGeometry, dtype:
 
 
 def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, geometry: ModelGeometry) -> None:
-    """Assert that a pass that starts at `length` would read the truth."""
+    """Assert that a pass that starts at `length` would read the true rows and states."""
     engine.begin_forward([lease])
     pool, device = engine.pool, engine.pool.device
     hashes = prefix_hashes(tokens[:length], lease.namespace)
@@ -83,7 +85,7 @@ def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, g
             assert torch.equal(held.temporal[index].cpu(), temporal)
             continue
         start = max(0, length - geometry.window) if kind == "window" else 0
-        keys, values = pool.get_kv_buffer(layer)  # waits for the layer, and says so where its load failed
+        keys, values = pool.get_kv_buffer(layer)  # waits for the layer, and raises if its load failed
         slots = lease.slots_of(start, length).to(device)
         if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer][1]:
             slots = pool.translate_loc_from_full_to_swa(slots)
@@ -96,7 +98,7 @@ def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, g
 def compute(
     engine: CacheEngine, lease: Lease, tokens: np.ndarray, start: int, end: int, geometry: ModelGeometry
 ) -> None:
-    """A forward pass over [start, end): read and compare, then store."""
+    """Run a forward pass over [start, end): read and compare the prefix, then store the new rows."""
     verify(engine, lease, tokens, start, geometry)
     pool, hashes = engine.pool, prefix_hashes(tokens[:end], lease.namespace)[start:]
     for layer, kind in enumerate(geometry.kinds):
@@ -119,12 +121,12 @@ def prefill(
     end: int | None = None,
     chunk: int = 1 << 30,
 ) -> None:
-    """Compute and commit what is not cached up to `end`, in chunks that stop where the engine says."""
+    """Compute and commit the tokens up to `end` that are not cached, in chunks that end where `next_stop` says."""
     start, end = lease.cached_len, len(tokens) if end is None else end
     while start < end:
         stop = engine.next_stop(lease, start, min(end, start + chunk))
         if stop > lease.length:
-            engine.flush()  # a backup in flight locks its source
+            engine.flush()  # the copy of a backup locks its source until it ends
             engine.extend(lease, stop - lease.length)
         compute(engine, lease, tokens, start, stop, geometry)
         engine.commit(lease, tokens[:stop])
@@ -132,7 +134,7 @@ def prefill(
 
 
 def serve(engine: CacheEngine, name: str, tokens: np.ndarray, geometry: ModelGeometry, chunk: int = 1 << 30) -> Lease:
-    """One whole request, and the end of all that it began."""
+    """Serve one complete request, and wait for the end of everything that it began."""
     with engine.acquire(CacheRequest(name, tokens, reserve_tokens=chunk)) as lease:
         prefill(engine, lease, tokens, geometry, chunk=chunk)
     engine.flush()

@@ -11,7 +11,7 @@ from hicache.bench.counting import Calls, without_collection
 
 
 def lines_of(work: Callable[[], object], file: str | None = None) -> int:
-    """How many lines `work` executes in this thread, of `file` where one is given."""
+    """Count the lines that `work` executes in this thread; if `file` is given, only the lines of that file."""
     count = 0
 
     def note(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
@@ -32,7 +32,7 @@ def lines_of(work: Callable[[], object], file: str | None = None) -> int:
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """How many functions `work` calls in this thread, C functions included."""
+    """Count the functions that `work` calls in this thread, including C functions."""
     calls = Calls()
     calls.record(work)
     return calls.total

@@ -1,6 +1,6 @@
-"""An eviction policy of one's own for the pages of the host, in one file: the page deepest in its prompt first.
+"""A custom eviction policy for host pages, in one file: it evicts the page deepest in its prompt first.
 
-It is a policy where a name has an entry for it in `RANK_POLICIES` of `hicache.pages.order`.
+To use it, add an entry for it to `RANK_POLICIES` of `hicache.pages.order`.
 """
 
 from __future__ import annotations

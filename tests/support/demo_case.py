@@ -1,4 +1,4 @@
-"""The demo in this process: its outcome for the flags of a command line."""
+"""Run the demo in this process and return its outcome for the flags of a command line."""
 
 from __future__ import annotations
 

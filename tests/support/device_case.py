@@ -1,4 +1,5 @@
-"""Helpers of the tests of the device pools: random contents, and the checks that apply to every pool."""
+"""Helpers of the tests of the device pools: they fill pools with random contents, and make the checks that apply to
+every pool."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from hicache import device as pools
 from hicache.device import KVCache
 
-# The pool class and the sizes of its rows.
+# By kind: the class of the pool, and the sizes of its rows.
 KINDS: dict[str, tuple[type[KVCache], dict[str, object]]] = {
     "mha": (pools.MHATokenToKVPool, {"head_num": 2, "head_dim": 8, "v_head_dim": 5}),
     "lazy mha": (pools.MHATokenToKVPool, {"head_num": 2, "head_dim": 8, "v_head_dim": 5, "lazy": True}),
@@ -25,7 +26,7 @@ KINDS: dict[str, tuple[type[KVCache], dict[str, object]]] = {
 
 
 def pool_of(kind: str, device: str = "cpu", **given: object) -> Any:
-    """A pool of 3 layers and 32 tokens, in pages of 4, unless `given` says otherwise."""
+    """A pool of 3 layers and 32 tokens, in pages of 4 tokens, unless `given` changes these sizes."""
     pool_class, sizes = KINDS[kind]
     common = {"size": 32, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 3, "enable_memory_saver": False}
     return pool_class(**{**common, "device": device, **sizes, **given})
@@ -48,7 +49,7 @@ class Request:
 
 
 class Recorder:
-    """A counter that notes what it was asked to wait for."""
+    """A counter that records the layers that a caller waits for."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -62,7 +63,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def scatter_pages(pool: KVCache, num_tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of two disjoint sets of whole pages in random order, `num_tokens` each, which may end within a page."""
+    """Slots of two disjoint sets of pages in random order, `num_tokens` slots each; the last page may be incomplete."""
     page = pool.page_size
     order = torch.randperm(pool.size // page, generator=torch.Generator().manual_seed(1)) + 1
     slots = (order[:, None] * page + torch.arange(page)).reshape(-1).to(device)
@@ -71,7 +72,7 @@ def scatter_pages(pool: KVCache, num_tokens: int, device: str) -> tuple[torch.Te
 
 
 def fill(pool: KVCache) -> None:
-    """Random bits in every buffer, small enough that no float is a NaN."""
+    """Fill every buffer with random bits that are small enough that no float is a NaN."""
     generator = torch.Generator().manual_seed(11)
     for layer_id in pool.layer_ids:
         for buffer in pool.layer_buffers(layer_id):

@@ -1,4 +1,4 @@
-"""Helpers of tests of the disk tier: a clock that they set, and a real store that fails, waits or stalls on demand."""
+"""Helpers of tests of the disk tier: a clock that tests set, and a real store that fails, waits or stalls on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = BOUND_S
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock whose seconds pass only when a test advances it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -35,8 +35,8 @@ class Clock:
 
 class TroubledStore:
     """A `PageStore` that passes calls on to `inner`. `trouble(verb)` runs before each call that reads or writes, and
-    may raise or wait. A read reports a page as missing, and leaves other bytes in its buffer, if `loses(key, buffer)`.
-    `calls`: verb and keys of each call that reached `inner`; `lags`: of its puts."""
+    may raise or wait. If `loses(key, buffer)`, a read reports the page as missing and leaves wrong bytes in the buffer.
+    `calls`: verb and keys of each call that reached `inner`; `lags`: the lags of its puts."""
 
     def __init__(self, inner: PageStore) -> None:
         self.inner = inner
@@ -83,7 +83,8 @@ class TroubledStore:
 
 
 class LossyStore(MemoryPageStore):
-    """Announces `lost`, finds that it does not verify once the buffer holds it, and deletes it then."""
+    """A store that announces the page `lost`, fails to verify it after it has filled the buffer, and then deletes
+    it."""
 
     lost: bytes = b""
 
@@ -97,11 +98,12 @@ class LossyStore(MemoryPageStore):
 
 
 class Gate:
-    """Trouble that holds calls of some verbs until `open()`. `held`: calls that came to it."""
+    """A `trouble` that blocks calls of some verbs until `open()`. `held`: the number of calls that have been
+    blocked."""
 
     def __init__(self, *verbs: str) -> None:
         self._verbs, self._opened = verbs, threading.Event()
-        self._came: list[str] = []  # several threads may come at once
+        self._came: list[str] = []  # a list, because several threads may append concurrently
 
     @property
     def held(self) -> int:
@@ -117,7 +119,7 @@ class Gate:
 
 
 def failing(error: Exception, *verbs: str) -> Callable[[str], None]:
-    """Trouble that raises for some verbs."""
+    """A `trouble` that raises `error` for some verbs."""
 
     def trouble(verb: str) -> None:
         if verb in verbs:
@@ -138,7 +140,7 @@ def started_tier(
     detaches_reads: bool = False,
     name: str = "disk",
 ) -> tuple[StoreTier, TroubledStore]:
-    """A tier over a troubled store of 4 KiB pages, which has some; the store is the tier's to close."""
+    """A tier over a troubled store of 4 KiB pages, which contains the pages `data`. The tier closes the store."""
     inner = LmdbPageStore(path, identity={"model": "toy"}, formats=[PageFormat(PAGE_BYTES)], budget_bytes=8 << 20)
     assert all(inner.put(list(zip(keys, data, strict=True))))
     store = TroubledStore(inner)
@@ -149,7 +151,7 @@ def started_tier(
 
 
 def pages(seed: int, count: int) -> tuple[tuple[bytes, ...], tuple[np.ndarray, ...]]:
-    """Keys, and pages that no other seed has."""
+    """Random keys and pages; no other seed has the same pages."""
     rng = np.random.default_rng(seed)
     keys = tuple(rng.bytes(32) for _ in range(count))
     return keys, tuple(rng.integers(0, 256, PAGE_BYTES, dtype=np.uint8) for _ in range(count))
@@ -160,12 +162,12 @@ def blank(count: int) -> tuple[np.ndarray, ...]:
 
 
 def wait_for_reads(disk: StoreTier, count: int) -> list:
-    """The next `count` outcomes of reads."""
+    """Wait for the next `count` outcomes of reads, and return them."""
     return _wait_for(disk.reads.poll, count)
 
 
 def wait_for_writes(disk: StoreTier, count: int) -> list:
-    """The next `count` outcomes of writes."""
+    """Wait for the next `count` outcomes of writes, and return them."""
     return _wait_for(disk.writes.poll, count)
 
 
@@ -177,12 +179,12 @@ def _wait_for(poll: Callable[[], list], count: int) -> list:
 
 
 def disk_threads() -> list[str]:
-    """Names of the threads of any disk tier that are alive; a store may have its own."""
+    """Names of the running threads of all disk tiers, without threads that belong to a store itself."""
     return _threads(("hicache-disk-reads", "hicache-disk-writes"))
 
 
 def serving_threads() -> list[str]:
-    """Names of the threads that serve, open and close stores."""
+    """Names of the running threads that serve, open and close stores."""
     return _threads(("hicache-store",))
 
 
@@ -191,12 +193,13 @@ def _threads(prefixes: tuple[str, ...]) -> list[str]:
 
 
 def page_keys(engine: CacheEngine, tokens: np.ndarray) -> list[bytes]:
-    """The keys of the whole pages of a prompt."""
+    """The keys of the complete pages of a prompt."""
     tree = engine.inspect.context.tree
     return tree.names.of_prompt(tree.match(tokens), tokens)
 
 
 def num_held(disk: StoreTier, keys: Sequence[bytes], wait_s: float) -> int | None:
-    """How many of `keys`, from the first on, the disk holds; None where it did not answer in time."""
+    """How many of `keys`, counted from the first on, the disk holds; None if the disk did not answer within
+    `wait_s`."""
     found = disk.find(keys, wait_s)
     return None if found is None else found.num_pages

@@ -1,10 +1,9 @@
-"""Random histories of one engine: requests that share prefixes and split nodes, aborts at any moment, copies that take
-as long as the draw says, fail or never end. The disk fails and stalls, and forwards and calls of the engine raise.
-The rough histories end with Ctrl-C.
+"""Random histories of one engine. Requests share prefixes, split nodes and are aborted at any moment. Copies are late,
+fail or never end; the disk fails and stalls; forwards and calls of the engine raise. Rough histories end with Ctrl-C.
 
-Every pass over a prompt compares what it reads with the truth, every account is proved after every step, every page
-goes the ways of page_life.py, and at the end everything is given back. Without a disk a history follows from its seed
-alone.
+Every pass over a prompt compares the rows that it reads with the true values. `check` runs after every step, and every
+page follows the rows of page_life.py. At the end the engine has released everything. The seed alone determines a
+history without a disk.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ HINTS = ({"session_end": True}, {"next_turn_within_s": 0.02}, {"next_turn_within
 
 @dataclass
 class _Live:
-    """A request inside; KV of tokens [0, done) is stored."""
+    """A running request. KV of its tokens [0, done) is stored."""
 
     lease: Lease
     tokens: np.ndarray
@@ -56,8 +55,8 @@ class _Live:
 
 
 class EngineFuzz:
-    """One engine under one history. `folder`: for the store of an engine with a disk, and with a remote tier.
-    `packing`: bits of packed pages, of which some do not fit."""
+    """One engine under one history. With a `folder` the engine has a disk store in it and a remote tier. `packing`:
+    bits of packed pages, of which some do not fit."""
 
     def __init__(
         self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu", packing: str = "off"
@@ -67,7 +66,7 @@ class EngineFuzz:
         self.kind, self.rng = kind, np.random.default_rng([seed, len(kind)])
         self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
-        self.prompts: list[tuple[np.ndarray, str]] = []  # the last that were asked, with their namespaces
+        self.prompts: list[tuple[np.ndarray, str]] = []  # the last prompts of requests, with their namespaces
         self.faults = Faults(self.rng)
         self.live: dict[str, _Live] = {}
         self.ended: list[Lease] = []
@@ -80,14 +79,14 @@ class EngineFuzz:
             settings, clock = self._settings(folder), self.faults.clock
             self.engine = build_engine(settings, self.model, remote=remote, clock=lambda: clock.now_s)
         self.faults.attach(self.engine, device)
-        # On CUDA a look would wait for the copies whose lateness is the point.
+        # On CUDA, examining the pages would wait for the copies, and these tests need late copies.
         self.lives = PageLives(self.engine) if device == "cpu" else None
         if (prefetcher := self.engine.inspect.prefetcher) is not None:
             prefetcher.least_overlap_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
 
     def run(self, num_steps: int, *, is_rough: bool = False) -> None:
-        """`is_rough`: with Ctrl-C at the end of each second history."""
+        """Run `num_steps` random steps. If `is_rough`, every second history ends with Ctrl-C."""
         actions = {
             self.admit: 8,
             self.serve: 8,
@@ -132,7 +131,7 @@ class EngineFuzz:
         self._acquire(self._request())
 
     def serve(self) -> None:
-        """A request from its admission to its end, as far as there are slots."""
+        """Admit a request, compute it as far as there are slots, and end it."""
         before = {*self.live}
         self.admit()
         for name in {*self.live} - before:
@@ -144,7 +143,7 @@ class EngineFuzz:
                 self._end(name)
 
     def arrive(self) -> None:
-        """A request comes, expects its prefix to stay and waits for the disk."""
+        """Queue a new request: the request calls `expect` for its prefix and prefetches it from the disk."""
         request, mode = self._request(), str(self.rng.choice(["auto", "best_effort", "wait_complete", "timeout"]))
         overlaps = bool(self.rng.integers(2))
         handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode, overlaps=overlaps)  # type: ignore
@@ -152,7 +151,7 @@ class EngineFuzz:
         self.waiting[request.request_id] = (handle, request)
 
     def expect(self) -> None:
-        """A waiting request looks again what is there."""
+        """Let a waiting request look up its prefix again."""
         name = self._any(self.waiting)
         if name is not None:
             request = self.waiting[name][1]
@@ -171,7 +170,7 @@ class EngineFuzz:
             self._acquire(request)
 
     def grow(self) -> None:
-        """The next chunk of a prompt."""
+        """Compute the next chunk of a prompt."""
         name = self._any(self.live)
         if name is None:
             return
@@ -211,7 +210,7 @@ class EngineFuzz:
         self._end(name)
 
     def retract(self) -> None:
-        """A request makes room: what it committed is copied to the host first."""
+        """Retract a request to free its slots, after the copy of its committed pages to the host has begun."""
         name = self._any(self.live)
         if name is not None:
             self.engine.backup(self.live[name].lease)
@@ -223,7 +222,7 @@ class EngineFuzz:
             self._end(name, cancel=True)
 
     def commit_late(self) -> None:
-        """The forward of an aborted request ends after the abort."""
+        """Let the forward of an aborted request end after the abort."""
         if not self.ended:
             return
         lease = self.ended[self.rng.integers(len(self.ended))]
@@ -238,7 +237,7 @@ class EngineFuzz:
         self.engine.release(lease)
 
     def measure(self) -> None:
-        """From now on computing is faster, or slower, than whatever moves bytes."""
+        """Report a prefill that makes computing faster, or slower, than every copy and read from now on."""
         self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e6, 1e6])))
 
     # The engine
@@ -252,8 +251,8 @@ class EngineFuzz:
         flush_error(self.engine)
 
     def forget(self) -> None:
-        """Reset tiers, mostly the device, after requests have ended and copies have landed, so that later requests load
-        their prefixes."""
+        """Reset tiers, mostly the device, so that later requests load their prefixes. Before most resets, requests end
+        and copies land."""
         if self.rng.random() < 0.8:
             for name in list(self.live):
                 self._end(name)
@@ -263,9 +262,9 @@ class EngineFuzz:
         self.engine.reset(tiers)  # type: ignore[arg-type]
 
     def reload(self) -> None:
-        """Admit requests in sequence for pages that only the host has: of all components, or of components whose slots
-        and states were evicted while full pages stayed. Some loads continue the load of a shorter prefix. Their copies
-        may fail, and requests may be aborted."""
+        """Admit requests one after the other for pages that only the host has: pages of all components, or of
+        components whose slots and states were evicted while full pages stayed. Some loads continue the load of a
+        shorter prefix. The copies of loads may fail, and requests may be aborted."""
         self.serve()
         served, namespace = self.prompts[-1]
         for name in list(self.live)[int(self.rng.integers(2)) :]:
@@ -290,7 +289,8 @@ class EngineFuzz:
                 self.abort()
 
     def read_beside(self) -> None:
-        """Admit a request for pages that only stores have; it is computed while they are read, with any other calls."""
+        """Admit a request for pages that only stores have, and compute it while they are read, concurrently with other
+        requests."""
         if not self.faults.stores:
             return
         for name in list(self.live):
@@ -307,12 +307,12 @@ class EngineFuzz:
         for _ in range(int(self.rng.integers(2, 12))):
             self.poll()
             self.grow() if self.live else self.admit_waiting()
-            time.sleep(0.0002)  # the stores' threads have something to do
+            time.sleep(0.0002)  # let the threads of the stores run
 
     # Unexpected errors
 
     def raise_inside(self) -> None:
-        """Anything on the way of a call raises."""
+        """Raise an error at a random call inside a call of the engine."""
         calls = (
             self.admit,
             self.arrive,
@@ -327,11 +327,11 @@ class EngineFuzz:
         if fails_at(call, number, anywhere=False):
             self.engine.check()
             self.live = {name: at for name, at in self.live.items() if not at.lease.released}
-            for name in self.asked - {*self.live, *self.waiting}:  # the failed call's request may have any state
+            for name in self.asked - {*self.live, *self.waiting}:  # the request of the failed call may have any state
                 self.engine.cancel(name)
 
     def raise_in_forward(self) -> None:
-        """Let a pass store some of its tokens and raise: no request uses them, and the request starts over."""
+        """Let a pass store some of its tokens and raise. No request uses these tokens, and the request starts again."""
         name = self._any({name: at for name, at in self.live.items() if at.done < at.lease.length})
         if name is not None:
             at = self.live[name]
@@ -345,8 +345,8 @@ class EngineFuzz:
             self._end(name, cancel=bool(self.rng.integers(2)))
 
     def interrupt(self) -> None:
-        """Ctrl-C anywhere in a call: the engine takes no further ones, or every account holds and requests read the
-        truth. It closes, and its store is whole."""
+        """Raise Ctrl-C anywhere in a call. Afterwards either the engine refuses further calls, or every account holds
+        and requests read the true rows. The engine closes, and its store is intact."""
         self.heal()
         if self.lives is not None:
             self.lives.end()
@@ -365,7 +365,7 @@ class EngineFuzz:
                 verify(self.engine, at.lease, at.tokens, at.done, self.model)
 
     def _is_flushed(self) -> bool:
-        """A writer that was stalled may return a little later than it is let go."""
+        """Flush; whether no error was left. A writer that was stalled may return a little after `heal` releases it."""
         error = flush_error(self.engine)
         self.faults.clock.now_s += 3600
         self.engine.poll()
@@ -379,7 +379,7 @@ class EngineFuzz:
             self._end(name, cancel=True)
 
     def settle(self) -> None:
-        """Everything ends: nothing is left that anybody holds."""
+        """End all requests and heal all faults. Afterwards no request or prefetch holds anything."""
         self.faults.heal()
         for name in list(self.live):
             self._end(name, cancel=True)
@@ -389,7 +389,7 @@ class EngineFuzz:
         settled(self.engine)
         stats = self.engine.stats()
         assert stats["admit.expected_requests"] == stats["evict.kept_tokens"] == 0
-        if self.kind != "window":  # there the free are the fewer of full and window slots
+        if self.kind != "window":  # with windows, the free tokens are the smaller number of full and window slots
             assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == 128
 
     # Inside
@@ -414,7 +414,7 @@ class EngineFuzz:
         )
 
     def _request(self, known: float = 0.7) -> CacheRequest:
-        """Of a prompt that begins as others do; most go on with one that was asked before."""
+        """A request whose prompt begins as other prompts do; most prompts continue an earlier prompt."""
         rng = self.rng
         stem, space = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 65)], str(rng.choice(["", "tenant"]))
         if self.prompts and rng.random() < known:
@@ -430,7 +430,8 @@ class EngineFuzz:
         return CacheRequest(name, tokens, namespace, reserve, priority=priority, **hints)  # type: ignore[arg-type]
 
     def _acquire(self, request: CacheRequest) -> None:
-        """Where pages are exchanged step by step, some requests do not wait for that, and come again, or go."""
+        """Admit the request. In exclusive mode some requests may not wait for the exchange of pages; these requests are
+        admitted later, or cancelled."""
         self.asked.add(request.request_id)
         if self.engine.inspect.context.exclusive is not None:
             request = replace(request, may_wait=bool(self.rng.random() < 0.4))
@@ -456,14 +457,15 @@ class EngineFuzz:
         return True
 
     def _compute(self, name: str, end: int, *, commit: bool = True) -> bool:
-        """A pass over [done, end); False where the prefix failed to load, and the request is gone."""
+        """Run a pass over [done, end). False if the prefix failed to load, or if the request was cancelled before its
+        commit."""
         at = self.live[name]
         try:
             self._wait_for_loads(at.lease)
             compute(self.engine, at.lease, at.tokens, at.done, end, self.model)
             at.done = end
             if self.rng.random() < 0.1:
-                self._end(name, cancel=True)  # between the forward and its commit
+                self._end(name, cancel=True)  # cancelled between the forward and its commit
                 return False
             if commit:
                 self.engine.commit(at.lease, at.tokens[:end])
@@ -474,7 +476,7 @@ class EngineFuzz:
         return True
 
     def _wait_for_loads(self, lease: Lease) -> None:
-        """Wait for exactly the loads that a forward of the lease waits for; other loads stay in flight."""
+        """Wait for exactly the loads that a forward of the lease waits for. Other loads stay in flight."""
         for load in lease.loads if self.device == "cpu" else ():
             load.wait()
 
@@ -493,8 +495,8 @@ class EngineFuzz:
 def run(
     kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: bool = False, packing: str = "off"
 ) -> Counter[tuple[str, str, str]]:
-    """One history; over a disk in each second, and in half of them tiers choose victims in batches, as large ones do.
-    Returns how often its pages took each row of page_life.py."""
+    """Run one history. Odd seeds have a disk; in half of the histories tiers choose victims in batches, as large tiers
+    do. Returns how often pages took each row of page_life.py."""
     batches = {"_SMALL": 0, "_LEAST_BATCH": 4} if seed % 4 > 1 else {"_SMALL": order._SMALL}
     with tempfile.TemporaryDirectory() as folder, patch.multiple(order, **batches):
         fuzz = EngineFuzz(kind, seed, Path(folder) if seed % 2 else None, device, packing)

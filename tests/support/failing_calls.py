@@ -1,5 +1,5 @@
-"""Calls that fail on their way: an error at the entry of the n-th function of hicache that a call gets to, as if the
-function had raised it, or a signal had come.
+"""Make calls fail inside: the n-th function of hicache that a call enters raises an error, as if the function itself
+had raised it or a signal had arrived.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from types import CodeType, FrameType
 import hicache
 
 PACKAGE = Path(hicache.__file__).parent
-# Calls that end something only release resources. They do not fail; no caller could handle their errors.
+# Calls that only release resources. These calls do not fail, because no caller could handle their errors.
 ENDINGS = {"free", "unlock", "stop_reading", "forget", "detach", "_end_backup", "_end_load", "wait", "end_backups"}
 _GENERATOR = 0x20
 
 
 class Injected(Exception):
-    """The error that is injected."""
+    """The error that `fails_at` raises inside a call."""
 
 
 def fails_at(call: Callable[[], object], number: int, *, anywhere: bool, error: type[BaseException] = Injected) -> bool:
-    """Whether `call` gets to its call `number`, from 0 on, at whose entry `error` is raised.
+    """Run `call` and raise `error` at the entry of its inner call `number`, counted from 0. Returns whether it got that
+    far.
 
-    Those count that the engine and its movements make, to one another and to the parts below them, but for `ENDINGS`;
-    `anywhere`: all that come of a call of the engine.
+    Without `anywhere`, only calls count that the engine and its movements make to each other and to the parts below
+    them, except `ENDINGS`. With `anywhere`, all calls below a call of the engine count.
     """
     tracer = _Tracer(number, anywhere, error)
     before = sys.gettrace()
@@ -58,11 +59,11 @@ class _Tracer:
         code, caller = frame.f_code, frame.f_back
         if not _is_in(code) or code.co_name[0] == "<":
             return False
-        if code.co_flags & _GENERATOR:  # one that goes on is no new call
+        if code.co_flags & _GENERATOR:  # a generator that resumes is no new call
             if frame in self._generators:
                 return False
             self._generators.append(frame)
-        own = [at.f_code for at in _stack(caller) if _is_in(at.f_code)]  # contextlib calls what is to be undone
+        own = [at.f_code for at in _stack(caller) if _is_in(at.f_code)]  # contextlib calls a context's exit
         if not any(_is_in(at, "engine.py") for at in own):
             return False
         is_ending = any(at.co_name in ENDINGS for at in (code, *own))

@@ -1,6 +1,6 @@
 """Every causal language model family of transformers as a model with some ten thousand weights.
 
-A model has its family's default configuration with small sizes and the changes of the table.
+A model has the default configuration of its family with small sizes, and the `changes` of its row in family_table.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from family_table import FAMILIES, WINDOW
 from serving_case import DEVICE, VOCAB
 
-# Of whatever a configuration has, by size.
+# Size of each attribute that a configuration may have.
 _NAMES_OF_SIZE = {
     32: "hidden_size embedding_size input_embedding_size output_embedding_size mamba_d_ssm",
     48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dff dim_ff "
@@ -40,7 +40,7 @@ _SIZES: dict[str, Any] = {
     **{name: size for size, names in _NAMES_OF_SIZE.items() for name in names.split()},
     **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCAB),
     "sliding_window": WINDOW,
-    # Larger than the default, so logits differ by more than rounding.
+    # This range is larger than the default, so that logits differ by more than rounding.
     "initializer_range": 0.2,
     "initializer_factor": 8.0,
     "init_std": 0.2,
@@ -55,7 +55,7 @@ def tiny_config(row: str, **changes: Any) -> Any:
     default = default.sub_configs.get("decoder", type(default))() if family.startswith("musicgen") else default
     default = default.get_text_config(decoder=True)
     values, names = default.to_dict(), default.attribute_map
-    # Two layers show what equal layers do; four are enough for every pattern of kinds.
+    # Two layers are enough if all layers are equal; four layers show every pattern of layer kinds.
     is_full = row in FAMILIES and FAMILIES[row].kind == "full"
     requested = {**_SIZES, "num_hidden_layers": 2 if is_full else 4}
     sizes = {key: size for key, size in requested.items() if values.get(names.get(key, key)) is not None}
@@ -64,11 +64,11 @@ def tiny_config(row: str, **changes: Any) -> Any:
 
 
 def tiny_family(row: str, device: str = DEVICE, **changes: Any) -> Any:
-    """A random model of a row in the table, in float32. On the device "meta" it has shapes but no weights."""
+    """A random model of a row in the table, in float32. On the device "meta" the model has shapes but no weights."""
     config = tiny_config(row, **changes)
     build = getattr(hf, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.split(",", maxsplit=1)[0]])
     if type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
-        build = hf.AutoModelForCausalLM.from_config  # some families name a class for more than text
+        build = hf.AutoModelForCausalLM.from_config  # for some families this class builds a model of text and more
     with torch.random.fork_rng(devices=[]), torch.device("meta") if device == "meta" else contextlib.nullcontext():
         torch.manual_seed(0)
         return build(config).eval().to(device)

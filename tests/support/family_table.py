@@ -1,6 +1,6 @@
-"""Every causal language model family of transformers, and whether it is served: data.
+"""A table of every causal language model family of transformers, which says whether hicache serves it.
 
-docs/models.md shows these rows and the tests hold them. `family_case` makes the models.
+docs/models.md shows these rows, and the tests check each of them. `family_case` makes the models.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Family:
-    """`kind`: "full", "window", "chunked" or "hybrid" for a family that is served; "" for one that is refused with
-    `reason` in the message. `changes`: of its configuration."""
+    """A row of the table. `kind`: "full", "window", "chunked" or "hybrid" if the family is served; "" if it is refused
+    with `reason` in the message. `changes`: changes of its default configuration. `error`: words of the
+    library's error in the message, if they differ from `reason`."""
 
     kind: str
     reason: str
     changes: Mapping[str, Any]
+    error: str = ""
 
 
-# The release of transformers with these families; what differs in the one before it; and the families of which there is
-# no small model.
+# The release of transformers that has these families, and the release before it; families that are new in the latest
+# release; refusals that differ in the release before it; families without a small model.
 LATEST, BEFORE = "5.24", "5.23"
 NEW = {"apertus1p5_text", "dory", "exaone", "inkling2_loop_text", "lara_mini", "sarvam_mla", "sarvam_moe"}
-REASONS_BEFORE = {"xlstm": "no key-value cache"}
+REASONS_BEFORE = {"xlstm": "has no key-value cache"}
 UNTRIED = {
     "blt": "its byte patches come from a second model",
-    "gemma4_assistant": "it drafts for another model, whose cache it reads",
+    "gemma4_assistant": "it drafts for another model, and reads the cache of that model",
 }
 
-# Latent attention expands to a key for each head.
+# Latent attention expands one latent row to a key for each head.
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "v_head_dim": 6, "kv_lora_rank": 12}
 _LIKE_BERT: dict[str, Any] = {"is_decoder": True}
 _LIKE_ROBERTA: dict[str, Any] = {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
@@ -46,10 +48,11 @@ _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
-def _rows(names: str, kind: str = "", reason: str = "", **changes: Any) -> dict[str, Family]:
-    """Families that differ in nothing here; or one that differs from its defaults in what stands after its comma."""
+def _rows(names: str, kind: str = "", reason: str = "", error: str = "", **changes: Any) -> dict[str, Family]:
+    """Rows for several families with equal entries; or for one family, whose difference from its defaults is named
+    after a comma."""
     rows = [names] if "," in names else names.split()
-    return dict.fromkeys(rows, Family(kind, reason, changes))
+    return dict.fromkeys(rows, Family(kind, reason, changes, error))
 
 
 _ALL = (
@@ -114,50 +117,54 @@ _ALL = (
     _rows("zamba2, without a minimum time step", "hybrid", num_hidden_layers=4,
         layers_block_type=["linear_attention", "hybrid"] * 2, time_step_min=1e-30),
     _rows("bart bigbird_pegasus blenderbot blenderbot-small mbart mvp pegasus plbart",
-        reason="no way to be told positions", **_LIKE_BART),
-    _rows("bloom cpmant mpt musicgen musicgen_melody roformer trocr", reason="no way to be told positions"),
+        reason="has a forward method without position_ids", **_LIKE_BART),
+    _rows("bloom cpmant mpt musicgen musicgen_melody roformer trocr",
+        reason="has a forward method without position_ids"),
     _rows("camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl",
         reason="does not number positions from 0", **_LIKE_ROBERTA),
-    _rows("axk2 deepseek_v32 glm_moe_dsa hy_v4", reason="layers of type indexed_attention"),
-    _rows("openai-gpt rwkv xlm", reason="no key-value cache"),
-    _rows("xlstm", reason="no way to be told positions"),
-    _rows("dots3_note dots3_note_text", reason="vary from layer to layer", num_key_value_heads=4),
-    _rows("falcon_mamba mamba", reason="recurrent layers alone"),
-    _rows("inkling2_loop_text inkling2_text inkling_text", reason="layers of type hybrid_sliding"),
-    _rows("qwen4_exp qwen4_exp_text", reason="layers of type indexed_attention",
+    _rows("axk2 deepseek_v32 glm_moe_dsa hy_v4", reason="has layers of type indexed_attention"),
+    _rows("openai-gpt rwkv xlm", reason="has no key-value cache"),
+    _rows("xlstm", reason="has a forward method without position_ids"),
+    _rows("dots3_note dots3_note_text", reason="has settings that vary from layer to layer", num_key_value_heads=4),
+    _rows("falcon_mamba mamba", reason="has only recurrent layers"),
+    _rows("inkling2_loop_text inkling2_text inkling_text", reason="has layers of type hybrid_sliding"),
+    _rows("qwen4_exp qwen4_exp_text", reason="has layers of type indexed_attention",
         layer_types=["linear_attention", "full_attention"] * 2, ple_layer_ids=[], hc_lowrank=8,
         ngram_vocab_size_base=100, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8,
         indexer_compress_ratio=4),
-    _rows("deepseek_v4", reason="layers of type compressed_sparse_attention, heavily_compressed_attention"),
-    _rows("doge", reason="best keys alone, a choice that rounding makes", keep_window_size=12),
-    _rows("gpt_neo", reason="other results over a cached prefix", attention_types=[[["global", "local"], 2]],
+    _rows("deepseek_v4", reason="has layers of type compressed_sparse_attention, heavily_compressed_attention"),
+    _rows("doge", reason="has layers that attend only to the best keys, which depend on rounding", keep_window_size=12),
+    _rows("gpt_neo", reason="gives different results with a cached prefix", attention_types=[[["global", "local"], 2]],
         window_size=12, num_layers=4),
-    _rows("gpt_neox_japanese", reason="view size is not compatible"),
-    _rows("jamba", reason="other results over a cached prefix", attn_layer_period=2, attn_layer_offset=1),
-    _rows("mamba2", reason="recurrent layers alone", num_heads=8, head_dim=8, n_groups=2, state_size=8),
-    _rows("marian", reason="no way to be told positions", pad_token_id=1, decoder_start_token_id=1, **_LIKE_BART),
-    _rows("minimax", reason="uses cache of its own"),
-    _rows("minimax_m3_vl_text", reason="layers of type minimax_m3_sparse",
+    _rows("gpt_neox_japanese", reason="fails with a key-value cache", error="view size is not compatible"),
+    _rows("jamba", reason="gives different results with a cached prefix", attn_layer_period=2, attn_layer_offset=1),
+    _rows("mamba2", reason="has only recurrent layers", num_heads=8, head_dim=8, n_groups=2, state_size=8),
+    _rows("marian", reason="has a forward method without position_ids",
+        pad_token_id=1, decoder_start_token_id=1, **_LIKE_BART),
+    _rows("minimax", reason="uses its own cache", error="uses cache of its own"),
+    _rows("minimax_m3_vl_text", reason="has layers of type minimax_m3_sparse",
         layer_types=["full_attention", "minimax_m3_sparse"] * 2),
-    _rows("mllama", reason="layers that attend to another input", cross_attention_layers=[1], bos_token_id=0,
+    _rows("mllama", reason="has layers that attend to another input", cross_attention_layers=[1], bos_token_id=0,
         pad_token_id=0),
-    _rows("moshi", reason="other results over a cached prefix"),
-    _rows("nemotron_h", reason="other results over a cached prefix", n_groups=2),
-    _rows("prophetnet", reason="no way to be told positions", decoder_ffn_dim=48, num_decoder_layers=2,
+    _rows("moshi", reason="gives different results with a cached prefix"),
+    _rows("nemotron_h", reason="gives different results with a cached prefix", n_groups=2),
+    _rows("prophetnet", reason="has a forward method without position_ids", decoder_ffn_dim=48, num_decoder_layers=2,
         num_encoder_layers=2, num_decoder_attention_heads=4, num_encoder_attention_heads=4),
-    _rows("dory", reason="stores keys and values 2 times a pass"),
-    _rows("lara_mini recurrent_gemma", reason="layers of both types sliding_attention and linear_attention"),
-    _rows("reformer", reason="no key-value cache", axial_pos_embds_dim=(16, 16), attention_head_size=8, **_LIKE_BERT),
-    _rows("whisper", reason="no way to be told positions", pad_token_id=1, **_LIKE_BART),
-    _rows("xlnet", reason="no key-value cache", d_head=8, d_model=32, n_head=4, n_layer=2, d_inner=48),
+    _rows("dory", reason="stores keys and values 2 times per pass"),
+    _rows("lara_mini recurrent_gemma", reason="has layers of both types sliding_attention and linear_attention"),
+    _rows("reformer", reason="has no key-value cache",
+        axial_pos_embds_dim=(16, 16), attention_head_size=8, **_LIKE_BERT),
+    _rows("whisper", reason="has a forward method without position_ids", pad_token_id=1, **_LIKE_BART),
+    _rows("xlnet", reason="has no key-value cache", d_head=8, d_model=32, n_head=4, n_layer=2, d_inner=48),
     _rows("xmod", reason="does not number positions from 0", default_language="en_XX", languages=["en_XX"],
         **_LIKE_ROBERTA),
-    _rows("zamba", reason="other results over a cached prefix", layers_block_type=["linear_attention", "hybrid"] * 2,
+    _rows("zamba", reason="gives different results with a cached prefix",
+        layers_block_type=["linear_attention", "hybrid"] * 2,
         n_mamba_heads=2, num_key_value_heads=4, attn_layer_period=2, attn_layer_offset=1),
-    _rows("zamba2", reason="other results over a cached prefix", num_hidden_layers=4,
+    _rows("zamba2", reason="gives different results with a cached prefix", num_hidden_layers=4,
         layers_block_type=["linear_attention", "hybrid"] * 2),
     _rows("bert, is_decoder=False", reason="is not causal"),
-    _rows("falcon, alibi=True", reason="attention biases (alibi)", alibi=True),
+    _rows("falcon, alibi=True", reason="has attention biases (alibi)", alibi=True),
     _rows("gemma3_text, use_bidirectional_attention=True", reason="is not causal", use_bidirectional_attention=True),
 )  # fmt: skip
 FAMILIES = dict(sorted((row, family) for rows in _ALL for row, family in rows.items()))

@@ -1,5 +1,5 @@
-"""Random faults in every tier of one engine: copies that are late or fail, and stores that fail, stall and lose pages,
-with a clock of their own."""
+"""Random faults in every tier of one engine: copies are late or fail, and stores fail, stall and lose pages. The stores
+use a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from stepped_transfer import SleepingTransfers, SteppedTransfers
 
 
 class Faults:
-    """Build the engine inside `patched()`, then `attach` it, then start it. `broken`: a copy may have failed so far."""
+    """Faults of one engine. Build the engine inside `patched()`, call `attach` with it, then start it. `broken`: a copy
+    may have failed so far."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng, self.clock = rng, Clock()
@@ -28,7 +29,7 @@ class Faults:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """The store that the engine opens can be troubled, and all stores of the engine have our clock."""
+        """Within this context an engine opens a `TroubledStore`, and all its stores use the clock of these faults."""
 
         def store(url: str, **settings: object) -> TroubledStore:
             self.stores.append(TroubledStore(open_store(url, **settings)))  # type: ignore[arg-type]
@@ -57,7 +58,8 @@ class Faults:
         self.transfers.finish()
 
     def break_link(self, down: bool = True) -> None:
-        """Copies of one direction and component fail from now on, or no more. `down`: it may be one to the host."""
+        """Make copies of one direction and component fail from now on, or end their failure. `down`: copies to the host
+        may fail too."""
         links = [*self.transfers.up, *(self.transfers.down if down else ())]
         if not links:
             return
@@ -66,7 +68,7 @@ class Faults:
         self.broken = self.broken or link.fails is not None
 
     def fail_load(self) -> None:
-        """The next copy to the device fails, of a component whose copies are in flight, and those after it do not."""
+        """Make the next copy to the device fail, of a component that has copies in flight. Later copies succeed."""
         links = [link for link in self.transfers.up if len(link)]
         if links:
             link = links[self.rng.integers(len(links))]

@@ -1,10 +1,11 @@
-"""A Python that has imported the library, and forks itself for each program that a test wants to run.
+"""A Python process that has imported the library, and forks itself for each program that a test runs.
 
-Started once per test run by programs.py. It runs one thread, so a fork is safe, and the forked child leaves the loop to
-run its program in the namespace of this file. It ends as any interpreter does, with its threads joined, its exit
-functions called and its status. Tearing down imported modules takes half a second of the processor, so only programs
-that request it, or end by an error, do it. A connection is one program: it receives a request with three standard
-files, and sends the pid, and the exit status and the processor time when the program has ended.
+programs.py starts it once per test run. The server has one thread, so a fork is safe. The forked child leaves the loop
+and runs its program in the namespace of this file. The child ends as any interpreter does: it joins its threads, calls
+its exit functions and returns its status. Tearing down imported modules takes half a second of the processor, so only
+programs that request it, or that end by an error, do it. Each program has one connection. The server receives the
+request with three standard files over it, sends the pid, and at the end of the program its exit status and processor
+time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import Any
 
 import torch
 
-# The imports of programs take seconds, but only once.
+# Programs need these imports; the imports take seconds, but happen only once.
 from hicache import *  # noqa: F403
 
 _MAX_REQUEST_BYTES = 1 << 20
-# Additional imports of a fork server by its name; "serving" has those of `hicache serve`, `chat` and `demo`.
+# Additional imports by the name of the fork server. The server "serving" has the imports of `hicache serve`, `chat` and
+# `demo`.
 _IMPORTED = {
     "hicache": (),
     "serving": (
@@ -41,7 +43,7 @@ _IMPORTED = {
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The request of a program and its standard input, output and error."""
+    """Receive the request for a program and the descriptors of its standard input, output and error."""
     data, ancillary, _, _ = connection.recvmsg(_MAX_REQUEST_BYTES, socket.CMSG_SPACE(3 * 4))
     files = array("i")
     for _, _, value in ancillary:
@@ -52,7 +54,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
-    """Give the forked child what an interpreter of its own would have."""
+    """Give the forked child the files, environment, folder and arguments that a new interpreter would have."""
     for target, file in enumerate(files):
         os.dup2(file, target)
         if file > 2:
@@ -65,9 +67,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore SIGINT
     sys.argv[:] = request["arguments"]
-    if not sys.flags.safe_path:  # then an interpreter has no entry for the program's folder
+    if not sys.flags.safe_path:  # with safe_path, sys.path has no entry for the program's folder
         sys.path[0] = request["path"]
 
 
@@ -76,7 +78,7 @@ def _serve(address: str, owner: int) -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{address}.new")
     listener.listen(64)
-    os.rename(f"{address}.new", address)  # who sees it can connect
+    os.rename(f"{address}.new", address)  # a client that finds this path can connect
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(os.pidfd_open(owner), selectors.EVENT_READ, owner)
@@ -106,13 +108,14 @@ def _serve(address: str, owner: int) -> dict[str, Any]:
             os.close(int(key.fileobj))  # type: ignore[arg-type]
             _, status, usage = os.wait4(child, 0)
             answer = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-            with contextlib.suppress(OSError):  # whoever started the program may be gone
+            with contextlib.suppress(OSError):  # the client that started the program may have ended
                 connection.send(json.dumps(answer).encode())
             connection.close()
 
 
 def _run(request: dict[str, Any], main: dict[str, Any]) -> None:
-    """Run a program as __main__, in whose namespace nothing of this file is left: nor does this function find it."""
+    """Run a program as __main__. The program's namespace has no names of this file, so this function imports the
+    modules that it uses."""
     import atexit
     import gc
     import os
@@ -123,7 +126,7 @@ def _run(request: dict[str, Any], main: dict[str, Any]) -> None:
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
     if request["name"] == "-c":
-        del main["__file__"]  # as for any `python -c`: processes that it spawns look for none
+        del main["__file__"]  # `python -c` sets no __file__; processes that it spawns rely on that
     else:
         main["__file__"] = request["name"]
     status: Any = 0
@@ -132,7 +135,7 @@ def _run(request: dict[str, Any], main: dict[str, Any]) -> None:
     except SystemExit as error:
         status = error.code or 0
     except BaseException:
-        gc.unfreeze()  # libraries report what is left at the exit
+        gc.unfreeze()  # libraries report objects that are left at the exit
         raise
     if isinstance(status, int) and not request["is_torn_down"]:
         threading._shutdown()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Tests in several processes that are forked when the tests are collected: `--workers N`.
+"""Run the tests in several processes, which are forked after the tests are collected: `--workers N`.
 
-Libraries are imported, and tests collected, once for all of them. A worker takes the next few tests of a file when it
-has none left, and sends reports, and the processor time of each test, over a pipe.
+Libraries are imported, and tests collected, once for all workers. A worker without tests takes the next few tests of a
+file. Each worker sends reports, and the processor time of each test, over a pipe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import programs
 from budget import Budget
 
-_CHUNK = 24  # tests of one file that a worker takes at once; small, so that all workers end at about the same time
+_CHUNK = 24  # tests of a file that a worker takes at once; few, so that all workers end at about the same time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,8 +41,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _chunks(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """Groups of tests that a worker takes at once. Tests that use the same session fixtures, such as a server, are one
-    group, so that all workers together start each fixture once."""
+    """Groups of tests that a worker takes at once. Tests that use the same session fixture, such as a server, form one
+    group, so that only one worker starts it."""
     shared: dict[frozenset[str], list[pytest.Item]] = {}
     for item in items:
         shared.setdefault(_of_the_session(item), []).append(item)
@@ -55,19 +55,19 @@ def _chunks(items: list[pytest.Item]) -> list[list[pytest.Item]]:
 
 
 def _of_the_session(item: pytest.Item) -> frozenset[str]:
-    """Names of the fixtures of the session that a test uses, but for those of plugins."""
+    """Names of the session fixtures that a test uses, except fixtures of plugins."""
     found = getattr(item, "_fixtureinfo").name2fixturedefs.items()  # noqa: B009
     return frozenset(name for name, made in found if made[-1].scope == "session" and made[-1].baseid)
 
 
 class _Run:
-    """State of the parent: the queue that its workers share, and the results that they send."""
+    """State of the parent process: the queue that its workers share, and the results that they send."""
 
     def __init__(self, session: pytest.Session, chunks: list[list[pytest.Item]]) -> None:
         self._session, self._chunks, self._running = session, chunks, dict[int, str]()
-        self._stop = mmap.mmap(-1, 1)  # 1: take no more tests
+        self._stop = mmap.mmap(-1, 1)  # 1: workers take no more tests
         self._turns, turns = os.pipe()
-        os.set_blocking(turns, False)  # rather an error than a wait: a pipe holds 16 384 numbers
+        os.set_blocking(turns, False)  # a full pipe, which holds 16 384 numbers, raises instead of blocking
         os.write(turns, struct.pack(f"{len(chunks)}i", *range(len(chunks))))
         os.close(turns)
         self._budget = Budget.of(session.config)
@@ -106,12 +106,12 @@ class _Run:
             os.close(self._turns)
 
     def _items(self) -> Iterator[pytest.Item]:
-        """In a worker: the tests that it takes."""
+        """Yield the tests that this worker takes from the queue."""
         while turn := os.read(self._turns, 4):
             yield from self._chunks[struct.unpack("i", turn)[0]]
 
     def _take(self, worker: int, lines: bytearray) -> None:
-        """Enter the whole lines of a worker, and take them away."""
+        """Process the complete lines of a worker, and remove them from `lines`."""
         config = self._session.config
         while (end := lines.find(b"\n")) >= 0:
             message = json.loads(bytes(lines[:end]))
@@ -129,7 +129,7 @@ class _Run:
 
 
 class _Worker:
-    """Of a forked child."""
+    """State of a forked child, which runs tests."""
 
     def __init__(self, config: pytest.Config, folder: Path, out: IO[str]) -> None:
         self._config, self._out = config, out
@@ -137,13 +137,14 @@ class _Worker:
         plugins.unregister(name="terminalreporter")
         plugins.register(self)
         capture: Any = plugins.getplugin("capturemanager")
-        capture.stop_global_capturing()  # its files are the parent's
+        capture.stop_global_capturing()  # the child inherited the capture files of the parent
         capture.start_global_capturing()
         folder.mkdir()
         _folders(config)._basetemp = folder
 
     def run(self, items: Iterator[pytest.Item], stop: mmap.mmap) -> None:
-        """Run `items`, each with a look at the next one, up to which fixtures stay; all of them end with the last."""
+        """Run `items`. pytest gets the next item with each item, so that it keeps the fixtures that both use. All
+        fixtures end with the last item."""
         item = next(items, None)
         while item is not None:
             following = None if stop[0] else next(items, None)
@@ -163,11 +164,11 @@ class _Worker:
 
 
 def _spent_s() -> float:
-    """Processor time of this process, of its children that have ended, and of programs that it had forked."""
+    """Processor time of this process, of its children that have ended, and of programs of the fork server."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime + programs.spent_s()
 
 
 def _folders(config: pytest.Config) -> Any:
-    """The factory of the tests' temporary folders."""
+    """The factory of temporary folders for tests."""
     return config._tmp_path_factory  # type: ignore[attr-defined]

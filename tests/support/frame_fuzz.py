@@ -1,4 +1,4 @@
-"""Clients that send a served store process what comes to their mind: frames, lengths, requests and descriptors."""
+"""Clients that send random frames, lengths, requests and descriptors to a served store process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _ODD: tuple[object, ...] = (None, -1, 0, 1 << 70, 1e308, "x", "\udcff", [], {}, 
 
 
 class Nonsense:
-    """One client with a draw of its own. `send_all` returns when it has left, or was."""
+    """One client with its own random numbers. `send_all` returns after the client has disconnected, or was
+    disconnected."""
 
     def __init__(self, path: str, seed: int) -> None:
         self._rng, self._path = random.Random(seed), path
@@ -46,7 +47,8 @@ class Nonsense:
                         continue
 
     def _ask_for_a_store(self, connected: socket.socket) -> None:
-        """A store, rightly more often than not, and memory, which becomes shorter in half of the cases."""
+        """Request a store, with a correct request more often than not, and share memory, which the client truncates in
+        half of the cases."""
         rng = self._rng
         about = json.loads(request("", identity={"model": rng.choice(("toy", "another"))}).pack())
         if rng.random() < 0.4:
@@ -65,7 +67,7 @@ class Nonsense:
                 os.ftruncate(status, 0)
 
     def _spoil(self, about: dict) -> None:
-        """Put something odd at some places of a request."""
+        """Replace a value at some places of a request by an odd value."""
         for _ in range(self._rng.randrange(1, 3)):
             at: object = about
             while isinstance(at, dict | list) and at:
@@ -110,7 +112,7 @@ class Nonsense:
         return frames.frame(kind, body)
 
     def _send(self, connected: socket.socket, message: bytes) -> None:
-        """With descriptors, now and then."""
+        """Send the message, sometimes with descriptors."""
         with contextlib.ExitStack() as held:
             number = self._rng.choice((0, 0, 1, 3, 20))
             sent = [held.enter_context(_closed(self._descriptor())) for _ in range(number)]
@@ -118,7 +120,7 @@ class Nonsense:
             connected.sendall(message[done:])
 
     def _descriptor(self) -> int:
-        """Of something that is no memory, or not enough."""
+        """A descriptor of a file that is no memory, or of memory that may be too small."""
         kind = self._rng.randrange(5)
         if kind == 0:
             return os.open("/dev/null", os.O_RDWR)
@@ -134,7 +136,7 @@ class Nonsense:
 
 
 def held_by(pid: int) -> tuple[int, int, int]:
-    """Descriptors, mapped memfds of clients and threads of a process."""
+    """Numbers of descriptors, mapped memfds of clients, and threads of a process."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     mapped = sum("memfd:fuzz" in line or "memfd:pages" in line for line in maps)
     return len(os.listdir(f"/proc/{pid}/fd")), mapped, len(os.listdir(f"/proc/{pid}/task"))

@@ -1,8 +1,9 @@
-"""A stand-in for the model runner: the toy model of component_case, whose logits are hashes of the whole prefix too.
+"""A stand-in for the model runner: it runs the toy model of component_case. The logits are hashes of the complete
+prefix too.
 
-Before a pass over a chunk it reads, by slot, everything that attention would read, and compares it with the truth.
-Chunks are computed one after the other, so when a load fails, some requests of the pass were computed and some were
-not. `answer` says what a request alone, without any cache, would generate.
+Before a pass over a chunk the runner reads, by slot, all rows that attention would read, and compares them with the
+true values. The runner computes chunks one after the other. So if a load fails, some requests of the pass have been
+computed and some have not. `answer` returns the tokens that a request alone, without any cache, would generate.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ VOCAB = 24
 
 
 def _logits(tokens: np.ndarray, namespace: str) -> torch.Tensor:
-    """Those of the next token: float32 [VOCAB]."""
+    """Logits of the next token: float32 [VOCAB]."""
     return values_of(prefix_hashes(tokens, namespace)[-1:], 400, (VOCAB,))[0] / 2**20
 
 
 def answer(request: Request) -> tuple[int, ...]:
-    """The tokens that the request gets alone, without a cache."""
+    """The tokens that a model generates for the request alone, without a cache."""
     tokens = request.tokens.tolist()
     while True:
         step = len(tokens) - len(request.tokens)
@@ -38,7 +39,7 @@ def answer(request: Request) -> tuple[int, ...]:
 
 
 class HashRunner:
-    """See the module."""
+    """A model runner over hashes; the module docstring describes it."""
 
     def __init__(self, engine: CacheEngine, geometry: ModelGeometry) -> None:
         self._engine, self._geometry = engine, geometry

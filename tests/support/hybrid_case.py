@@ -32,11 +32,12 @@ _ROOMY = {"head_dim": 16, "max_position_embeddings": 4096}
 
 
 def tiny_qwen3_next(**changes: Any) -> Any:
-    """Three recurrent layers and one with full attention; experts in every second layer. float32."""
+    """A Qwen3-Next of three recurrent layers and one with full attention, in float32. Every second layer has
+    experts."""
     model = tiny_family("qwen3_next", **{**_ROOMY, "decoder_sparse_step": 2, **changes})
     for layer in model.model.layers:
         if layer.block_type == "linear_attention":
-            # With random rates most heads forget within two tokens, and a lost state would go unnoticed. Here the
+            # With random rates most heads forget within two tokens, and a test would not notice a lost state. Here the
             # contribution of a token decays by 1 % to 50 % per token.
             rates = torch.linspace(0.01, 0.5, len(layer.linear_attn.A_log), device=layer.linear_attn.A_log.device)
             layer.linear_attn.A_log.data.copy_(rates.log())
@@ -44,12 +45,13 @@ def tiny_qwen3_next(**changes: Any) -> Any:
 
 
 def tiny_mistral(window: int, **changes: Any) -> Any:
-    """Three window layers."""
+    """A Mistral of three window layers."""
     return tiny_family("mistral", **{**_ROOMY, "num_hidden_layers": 3, "sliding_window": window, **changes})
 
 
 def tiny_gemma(window: int, version: int = 3, **changes: Any) -> Any:
-    """Gemma 2 or 3 of four layers, the third (Gemma 3) or second and fourth (Gemma 2) with full attention."""
+    """A Gemma 2 or 3 of four layers. The third layer of Gemma 3, and the second and fourth of Gemma 2, have full
+    attention."""
     if version == 2:
         return tiny_family("gemma2", **{**_ROOMY, "sliding_window": window, **changes})
     types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -57,13 +59,13 @@ def tiny_gemma(window: int, version: int = 3, **changes: Any) -> Any:
 
 
 def tiny_qwen3_window(window: int, **changes: Any) -> Any:
-    """Qwen 3 of four layers, the first two with full attention."""
+    """A Qwen 3 of four layers, of which the first two have full attention."""
     windows = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": window, "max_window_layers": 2}
     return tiny_family("qwen3", **{**_ROOMY, **windows, **changes})
 
 
 class Pools:
-    """A `ForwardEngine` without a cache: the pools of `geometry`, and leases that share nothing.
+    """A `ForwardEngine` without a cache: the pools of `geometry`, and leases that share no slots.
 
     If every layer has a window, the first layer keeps all tokens, as in the engine's factory. `keep_windows`: all
     layers keep all tokens, in a pool with one slot space.
@@ -142,7 +144,7 @@ class Pools:
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
-        """Slots for `num_tokens` more tokens, in whole pages."""
+        """Append slots for `num_tokens` more tokens to the lease, in complete pages."""
         lease.length += num_tokens
         short = -(-max(0, lease.length - lease.held_len) // self.page_size) * self.page_size
         if short:
@@ -152,7 +154,7 @@ class Pools:
             lease.held_len += short
 
     def free_windows(self, lease: Lease, end: int) -> None:
-        """Free the window slots of the whole pages of [0, end), after overwriting their KV with NaN. Nothing happens
+        """Overwrite the KV of the complete pages of [0, end) with NaN, and free their window slots. Does nothing
         without windows."""
         if not isinstance(self.pool, SWAKVPool):
             return

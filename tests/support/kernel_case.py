@@ -1,4 +1,4 @@
-"""Helpers of tests of kernels: bits and values to store, and comparison of stored bytes."""
+"""Helpers of tests of kernels: they make bits and values to store, and compare stored bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Make each wait of the host for the device raise."""
+    """Make the host raise if it waits for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -20,14 +20,14 @@ def no_waits() -> Iterator[None]:
 
 
 def random_bits(*shape: int, dtype: torch.dtype = torch.uint8, seed: int) -> torch.Tensor:
-    """Random bit patterns of a dtype (NaNs and denormals too), so that only a copy of bytes comes through."""
+    """Random bit patterns of a dtype, NaNs and denormals included; only a copy of bytes preserves them."""
     generator = torch.Generator().manual_seed(seed)
     row_bytes = shape[-1] * dtype.itemsize
     return torch.randint(0, 256, (*shape[:-1], row_bytes), dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def spread(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Values over many binades."""
+    """Random values whose exponents span many binades."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(shape, generator=generator))
     return x.to(dtype)

@@ -1,4 +1,4 @@
-"""Engines that tell KV events, and a subscriber in a process of its own."""
+"""Engines that publish KV events, and a subscriber in its own process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waiting import eventually
 
 
 def in_memory(engine: CacheEngine) -> dict[str, dict[int, int | None]]:
-    """The blocks of device and host, with their parents."""
+    """The blocks that the device and the host hold, with their parents."""
     context = engine.inspect.context
     assert context.watch is not None
     of_medium = {
@@ -42,7 +42,8 @@ def serve(engine: CacheEngine, name: str, tokens: range) -> None:
 
 
 def subscribe(folder: Path, *module: str) -> None:
-    """Serve prompts while a subscriber of another process listens; compare what it held at the end."""
+    """Serve prompts while a subscriber in another process listens. At the end compare the blocks of the subscriber with
+    those of the engine."""
     address, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     settings = config(kv_events=address, kv_events_replay=replay, kv_events_topic="kv", disk=None)
     numbers = itertools.count(1)
@@ -56,7 +57,7 @@ def subscribe(folder: Path, *module: str) -> None:
         def hears() -> bool:
             number = next(numbers)
             serve(engine, f"r{number}", range(number * 64, number * 64 + 48))
-            # The batches to be replayed must fit the buffer while the subscriber starts.
+            # The buffer must hold all batches that are replayed until the subscriber has started.
             return bool(select.select([stdout], [], [], 0.05)[0])
 
         serve(engine, "before", range(50))

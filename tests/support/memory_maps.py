@@ -1,4 +1,4 @@
-"""The kernel's data about the memory of this process."""
+"""The data of the Linux kernel about the memory of this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A page store of one's own: pages in a dictionary, the least recently used evicted first.
+"""A custom page store: a dictionary of pages, which evicts the least recently used page first.
 
 An engine uses it as its disk tier: `build_engine(config, model, store=MemoryPageStore(1 << 30))`. Several engines may
-share it, one after the other or at a time: page keys tell models, layouts and tenants apart.
+share it, one after the other or concurrently, because page keys differ between models, layouts and tenants.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from hicache.storage.codec import page_of_value, value_of_page
 
 
 class MemoryPageStore:
-    """See `hicache.storage.base.PageStore`. Any thread may call any method: one lock guards everything."""
+    """A page store in memory, as `hicache.storage.base.PageStore` defines it. Any thread may call any method: one lock
+    guards all state."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
-        self._pages: OrderedDict[bytes, bytes] = OrderedDict()  # the most recently used last
+        self._pages: OrderedDict[bytes, bytes] = OrderedDict()  # ordered by use, the most recently used last
         self._num_bytes = self._hits = self._misses = self._puts = self._evicted = 0
         self._closed = False
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """Of any size."""
+        """Empty: pages may have any size."""
         return ()
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Copies from and to any memory."""
+        """Do nothing: the store copies from and to any memory."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         with self._lock:
@@ -133,14 +134,14 @@ class MemoryPageStore:
         return 0
 
     def sync(self) -> None:
-        """Nothing of it survives the process."""
+        """Do nothing: the process loses all pages at its end."""
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
 
     def _use(self, keys: Sequence[bytes]) -> None:
-        """The first of them is the most recently used."""
+        """Move `keys` to the end of the order of use; the first key becomes the most recently used."""
         for key in reversed(keys):
             if key in self._pages:
                 self._pages.move_to_end(key)
@@ -148,7 +149,7 @@ class MemoryPageStore:
     def _require(
         self, keys: Sequence[bytes] = (), pages: Sequence[PageBuffer] | None = None, *, writable: bool = True
     ) -> None:
-        """`StoreError` unless the store is open, every key has 1 to 511 bytes, and there is a page for each."""
+        """Raise `StoreError` unless the store is open, every key has 1 to 511 bytes, and each key has a page."""
         if self._closed:
             raise StoreError("the store is closed; make another")
         if not all(1 <= len(key) <= 511 for key in keys):

@@ -1,4 +1,4 @@
-"""The opener of a store of one's own, which docs/extending.md shows."""
+"""The function that opens a custom store, as docs/extending.md shows it."""
 
 from hicache.storage import StoreError, StoreUrl
 from memory_store import MemoryPageStore

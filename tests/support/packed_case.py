@@ -1,5 +1,5 @@
-"""Engines with packed host pages, over pools of every shape that can be packed, and the contents of their rows: numbers
-that depend only on the prompt, written to the pools by slot.
+"""Engines with packed host pages, over pools of every shape that can be packed, and the contents of their rows. The
+contents are numbers that depend only on the prompt; tests write them to the pools by slot.
 
     fit     normal numbers, which all fit
     some    as `fit`, but pages that begin with a token below 10 have random bits, which do not
@@ -27,7 +27,7 @@ MODELS = {
     "mqa": ModelGeometry(1, 1, 64),
     "mla": ModelGeometry(3, 1, 48, latent=LatentGeometry(32, 16)),
     "windows": ModelGeometry(3, 2, 16, layer_kinds=("full", "window", "window"), window=WINDOW),
-    "wide rows": ModelGeometry(2, 2, 80),  # more than a tile has channels
+    "wide rows": ModelGeometry(2, 2, 80),  # a row has more channels than a tile
 }
 
 
@@ -49,7 +49,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 def prompt(seed: int, num_pages: int = 6) -> np.ndarray:
-    """Whole pages and one token; in `some`, every second page does not fit."""
+    """A prompt of complete pages and one more token. In `some`, every second page does not fit."""
     tokens = np.random.default_rng(seed).integers(10, 50, num_pages * PAGE + 1)
     tokens[: -1 : 2 * PAGE] = seed % 10
     return tokens
@@ -70,8 +70,8 @@ def bits_of(tokens: np.ndarray, layer: int, buffer: int, channels: int, kind: Ki
 def rows_of(
     engine: CacheEngine, lease: Lease, end: int, kind: Kind, window: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each buffer: its rows as int16, the indices of the first `end` tokens, or of the last `window` of them in
-    window layers, and their expected contents."""
+    """For each buffer: its rows as int16, the positions of its tokens, and the expected contents. The positions are [0,
+    end), or the last `window` of them in window layers."""
     tokens = np.asarray(lease.tokens.tokens)[:end]
     for space in engine.pool.slot_spaces:
         start = max(0, end - window) if space.name == SWA else 0
@@ -87,7 +87,8 @@ def rows_of(
 
 
 def serve(engine: CacheEngine, name: str, tokens: np.ndarray, kind: Kind) -> Lease:
-    """Wait for the disk, compare what is reused with the truth, compute the rest, and wait for all copies."""
+    """Serve a request: wait for the disk, compare the reused rows with the true values, compute the other tokens, and
+    wait for all copies."""
     handle = engine.prefetch(name, tokens)
     while not handle.ready:
         engine.poll()

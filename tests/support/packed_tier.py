@@ -1,4 +1,5 @@
-"""A tier of packed pages for the stress of the transfers: some contents do not fit, and take two host pages each."""
+"""A tier of packed pages for the stress tests of the transfers. Contents that do not fit when packed use two host pages
+each."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from hicache.kernels.pack import PagePacker
 from hicache.transfer import TransferOp
 from transfer_case import NUM_CONTENTS, POISON, HostPages, Ids, Tier
 
-_SCATTER = PagePacker.scatter  # which tests delay, see at_each_move
-_EVERY = 5  # one of 5 contents does not fit
+_SCATTER = PagePacker.scatter  # `at_each_move` patches this method to delay copies
+_EVERY = 5  # one of 5 contents does not fit when packed
 
 
 class TwoCopies:
-    """Two copies of a lane, one behind the other."""
+    """Two copies of one lane, treated as one operation. The second copy runs after the first one."""
 
     def __init__(self, first: TransferOp, second: TransferOp) -> None:
         self.ops = first, second
@@ -34,12 +35,12 @@ class TwoCopies:
 
 
 class PackedTier(Tier):
-    """A tier of a pool in bfloat16. `raw`: the bytes of contents as rows. `pages`: for contents that do not fit, the
-    first host page, and at index + NUM_CONTENTS the second one. Contents that fit are unpacked by torch and compared,
-    because unused bytes of an escape list are undefined."""
+    """A tier of a pool in bfloat16. `raw`: the bytes of each content as rows. `pages`: for contents that do not fit,
+    the first host page, and the second one at index + NUM_CONTENTS. Contents that fit are unpacked by torch and then
+    compared, because unused bytes of an escape list are undefined."""
 
     def __init__(self, space: SlotSpace, page_tokens: int, staging_bytes: int, on_cpu: SlotSpace) -> None:
-        """`on_cpu`: a slot space of the same layout, for unpacking."""
+        """`on_cpu`: a slot space of the same layout on the CPU, in which `host_differs` unpacks pages."""
         self._on_cpu = on_cpu
         packer = self._packer(on_cpu, page_tokens)
         self.packed_bytes, self._unpacker = packer.page_bytes, packer
@@ -62,7 +63,7 @@ class PackedTier(Tier):
         tame = (torch.rand((shape[0], shape[1] // 2), generator=generator) + 0.25).bfloat16().view(torch.uint8)
         is_random = torch.arange(NUM_CONTENTS) % _EVERY == POISON
         raw = torch.where(is_random[:, None], random_bits, tame)
-        # Bytes that are never written keep the poison.
+        # Bytes of a page that no store writes keep the poison.
         self.pages = random_bits[POISON, : pool_page_bytes(self._unpacker)].repeat(2 * NUM_CONTENTS, 1)
         self.pages[:NUM_CONTENTS, : self.packed_bytes] = raw[:, : self.packed_bytes]
         self.pages[NUM_CONTENTS:, : shape[1] - self.packed_bytes] = raw[:, self.packed_bytes :]
@@ -78,7 +79,7 @@ class PackedTier(Tier):
         return HostPages(pool_pages[: len(contents)], rest)
 
     def store(self, slots: torch.Tensor, at: HostPages) -> TransferOp | TwoCopies:
-        """As an engine does where pages do not fit: again, raw."""
+        """Store pages packed, and store the pages that do not fit again as raw pages, as an engine does."""
         packed = self.backend.store(slots, at.pages)
         raw = at.rest.nonzero().flatten()
         if not len(raw):
@@ -102,7 +103,7 @@ class PackedTier(Tier):
         return wrong
 
     def _unpacked(self, pages: torch.Tensor) -> torch.Tensor:
-        """Of packed pages `[pages, bytes]` the rows as a raw page has them."""
+        """Unpack packed pages `[pages, bytes]` to rows in the order of a raw page."""
         layout = self.space.layout
         buffers = [buffer for layer in layout.layers for buffer in self._on_cpu.layer_buffers(layer)]
         found = torch.empty(len(pages), len(buffers), self.raw.shape[1] // len(buffers), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Pools of random rows, and the expected bytes of both sides after moves of their pages."""
+"""Pools of random rows, and the bytes that the device and the host must have after pages have moved."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ POOLS = {
     "rows of device pages": [[((2, 6), U8, 1), ((52,), U8, 4)]] * 3,
     "spans differ": [[((2, 6), U8, 1), ((39,), U8, 3)]] * 2 + [[((39,), U8, 3), ((2, 6), U8, 1)]],
 }
-# Which layers a call moves, of how many there are.
+# By name: the range of layers that a call moves, given the number of layers.
 LAYERS = {"all": lambda n: (0, n), "upper half": lambda n: (n // 2, n - n // 2), "last": lambda n: (n - 1, 1)}
 
 
 class Copier(Protocol):
-    """Moves pages between a pool and host pages: `ZeroCopyMover`, or a `PageMover` through staging."""
+    """An object that moves pages between a pool and host pages: `ZeroCopyMover`, or a `PageMover` through staging."""
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, first_layer: int, num_layers: int) -> None: ...
 
@@ -36,7 +36,7 @@ class Copier(Protocol):
 
 
 class Pool:
-    """Buffers on a device with random bits, `slots` of them, and the tokens that share a row of each (`spans`)."""
+    """Buffers of random bits on a device, with `slots` tokens. `spans`: how many tokens share a row of each buffer."""
 
     def __init__(self, buffers: Buffers, device: str, spans: list[list[int]] | None = None) -> None:
         self.device, self.spans = device, spans or [[1] * len(layer) for layer in buffers]
@@ -65,16 +65,16 @@ class Pool:
         return (device_pages[:, None] * self.page + torch.arange(self.page)).reshape(-1)
 
     def rows(self) -> list[list[list[bytes]]]:
-        """[layer][buffer][row] -> its bytes."""
+        """The bytes of each row, as [layer][buffer][row]."""
         return [[[bytes(row.view(U8).flatten().tolist()) for row in b.cpu()] for b in layer] for layer in self.buffers]
 
     def ids(self, layer: int, buffer: int, slots: list[int]) -> list[int]:
-        """The rows of a buffer that hold `slots`, each once."""
+        """The distinct rows of a buffer that hold `slots`."""
         span = self.spans[layer][buffer]
         return [slot // span for slot in slots if slot % span == 0]
 
     def host_pages(self, slots: list[int], page_tokens: int, first: int, count: int) -> list[bytes]:
-        """The layers' part of each page: [layer][buffer][row]."""
+        """The part of each host page that these layers fill, in the order [layer][buffer][row]."""
         rows = self.rows()
         return [
             b"".join(
@@ -88,22 +88,22 @@ class Pool:
 
 
 def page_bytes(host: torch.Tensor) -> list[bytes]:
-    """Host pages once the devices have written them."""
+    """The bytes of each host page, after all devices have finished writing."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return [bytes(row) for row in host.cpu().tolist()]
 
 
 def pinned(host: torch.Tensor, device: str) -> torch.Tensor:
-    """`host` where a pool on `device` can reach it."""
+    """`host`, pinned if a pool on `device` needs that to access it."""
     return host.pin_memory() if device == "cuda" else host
 
 
 def check_store_and_load(
     copier: Copier, pool: Pool, mover: PageMover, host: torch.Tensor, num_pages: int, layers: str = "all"
 ) -> None:
-    """Rows of `num_pages` pages at random slots reach random host pages, and come back at other slots; all other rows
-    and bytes stay."""
+    """Store the rows of `num_pages` pages from random slots to random host pages, and load them to other slots. All
+    other rows and bytes must stay unchanged."""
     generator = torch.Generator().manual_seed(num_pages)
     first, count = LAYERS[layers](pool.num_layers)
     begin, size = mover.group_bytes(0, first), mover.group_bytes(first, count)

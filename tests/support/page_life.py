@@ -1,12 +1,13 @@
-"""The life of a page: the states that it goes through in each tier, derived from the state of an engine and its work
-under way, and a record that refuses every change that no row of the tables allows.
+"""The life of a page: the states that it goes through in each tier. `PageLives` derives them from the state of an
+engine and its copies in flight, and reports every change of state that no row of the tables allows.
 
-The rows are those of docs/invariants.md, and each names the calls in which it may be taken. A page is examined by its
-place: on the device a slot or a state, on the host a page of the pool. Its key may change only where the place is free
-between. So a split changes nothing, and one verb of the engine may take several rows.
+The rows are those of docs/invariants.md; each names the calls in which a page may take it. A page has a location: a
+slot or a recurrent state on the device, a page of the pool on the host. The key at a location may change only through
+the free state. So splitting a node changes no state, and one verb of the engine may take several rows.
 
 The device is examined after each verb of the engine. Columns of `TierPages` say which pages the host has, and which of
-these stores and the device have. They are examined around each call of its methods, nested calls included.
+these the stores and the device also have. These columns are examined before and after each call of a method of
+`TierPages`, nested calls included.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from hicache.tiers import FULL, MAMBA, Component
 
 Row = tuple[str, str]
 Table = Mapping[Row, str]
-"""From a state to another, and the calls that may do that."""
+"""By row, the pair of an old and a new state: the calls that may change the one into the other."""
 Location = tuple[Component, object]
-"""Where a component has something: a slot, a state, a page of the host; what a store or the device has, by its key."""
+"""A location of a component's page: a slot, a recurrent state or a host page by its number; a page in a store, or above
+the host, by its key."""
 
 _LANDS, _ENDS, _EVICTS = "poll flush acquire join", "release cancel", "extend commit track"
 
@@ -81,7 +83,8 @@ _OF_PAGES = (
 
 
 class Held(NamedTuple):
-    """The state of a place, and the key of the page there; None: it is a request's alone, or has left the tree."""
+    """The state of a location, and the key of the page there. The key is None if the page belongs to a request alone,
+    or has left the tree."""
 
     state: str
     key: bytes | None = None
@@ -98,9 +101,9 @@ class _Page(NamedTuple):
 
 
 class PageLives:
-    """The states of all places of one engine, as of the last look. Made before the engine is used.
+    """The states of all locations of one engine, as of the last look. Create this object before the engine is used.
 
-    `seen`: how often each row was taken, with its tier. `broken`: changes that no row allows; after the first one each
+    `seen`: how often each row was taken, with its tier. `broken`: changes that no row allows. After the first one every
     later verb raises, because a caller may catch the first error.
     """
 
@@ -108,11 +111,12 @@ class PageLives:
         self._inspect, self._context = engine.inspect, engine.inspect.context
         self._leases, self._verb = list[Lease](), ""
         on_host = [component for component in self._context.components if component.has_host]
-        # By component: the calls of its pages that have not ended, places of reads that were given up, and its columns.
+        # By component: the calls of methods of its pages that have not returned, the host pages of abandoned reads, and
+        # the columns as of the last look.
         self._calls: dict[Component, list[str]] = {component.name: [] for component in on_host}
         self._disowned: dict[Component, set[int]] = {component.name: set() for component in on_host}
         self._columns = dict[Component, list[object]]()
-        self._targets = dict[Load, frozenset[Location]]()  # that a load in flight writes
+        self._targets = dict[Load, frozenset[Location]]()  # locations that a load in flight writes
         self._is_over = False
         self._states: dict[str, dict[Component, dict[Location, Held]]] = {tier: {} for tier in TABLES}
         self.seen, self.broken = Counter[tuple[str, str, str]](), list[str]()
@@ -166,7 +170,7 @@ class PageLives:
     # Looks
 
     def _look(self) -> None:
-        """After a verb, at everything."""
+        """Examine all tiers after a verb of the engine."""
         states = {lease.state_load: lease.mamba_pool_idx for lease in self._leases if lease.mamba_pool_idx is not None}
         for load in self._inspect.copies.loads:
             if load not in self._targets:
@@ -188,7 +192,7 @@ class PageLives:
         self._look_across(pages)
 
     def _look_below(self, component: CacheComponent) -> None:
-        """At the columns of its pages, if they have changed."""
+        """Examine the columns of a component's pages, if they have changed."""
         pages, name = component.pages, component.name
         columns = pages.table.age, pages.state, pages.pool_page, pages.second_pool_page, pages.order.locks > 0
         now: list[object] = [column.tobytes() for column in (*columns, pages.stored, pages.writing)]
@@ -202,7 +206,7 @@ class PageLives:
         self._enter("exclusive", name, call, {(name, key): Held("ABOVE", key) for key in pages.table.keys_of(above)})
 
     def _enter(self, tier: str, component: Component, call: str, now: dict[Location, Held]) -> None:
-        """Each place is as it was, or went along rows of the tier's table."""
+        """Check that each location kept its state, or changed it along rows of the tier's table."""
         before, nothing = self._states[tier].get(component, {}), Held(_nothing(tier))
         self._states[tier][component] = now
         if before == now:
@@ -243,7 +247,7 @@ class PageLives:
                 self.broken.append(f"a slot that {lease.request_id} reads is free")
 
     def _keys_evicting(self, component: Component) -> set[bytes]:
-        """Of pages that have left the device, whose slots are free when their copies have ended."""
+        """Keys of pages that were evicted from the device, whose slots become free when their copies have ended."""
         at = self._context.by_name[component]
         copies: Any = at.evicting
         return {
@@ -256,7 +260,8 @@ class PageLives:
     # States
 
     def _on_device(self, component: CacheComponent, pages: Iterable[_Page]) -> Iterator[tuple[Location, Held]]:
-        """Locations that are not free. If a failed load's slots may still be read, the load counts as not ended."""
+        """The locations of the device that are not free, with their states. If a failed load's slots may still be read,
+        the load counts as not ended."""
         name = component.name
         loads = {*self._inspect.copies.loads, *(load for lease in self._leases for load in lease.loads)}
         loads |= {below for load in loads for below in load.depends_on}
@@ -289,7 +294,7 @@ class PageLives:
             yield _Page(component.name, key, is_locked, is_loading, ids[at * size : (at + 1) * size])
 
     def _on_host(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
-        """Of a raw page both places are in its state."""
+        """The host pages that are not free, with their states. A raw page has two host pages in one state."""
         pages, name = component.pages, component.name
         yield from (((name, at), Held("DISOWNED")) for at in self._disowned[name])
         is_locked = pages.order.locks > 0
@@ -304,7 +309,8 @@ class PageLives:
                         yield (name, at), Held(state, key)
 
     def _in_stores(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
-        """The pages of the host that stores have or get. A raw page has the bit of a store that does not get it."""
+        """The host's pages that a store has or is writing. The store's bit of a raw page does not count, because that
+        store never writes it."""
         pages, name = component.pages, component.name
         is_packed = pages.state & RAW == 0
         for store in self._context.stores:
@@ -316,7 +322,7 @@ class PageLives:
 
 
 def way(tier: str, call: str, old: Held, new: Held) -> list[Row] | None:
-    """The fewest rows of a table that lead from one to the other in a call; None where none do."""
+    """The fewest rows of a table that lead from the old state to the new one in a call; None if no rows do."""
     if None in (old.key, new.key) or old.key == new.key:
         return _way(tier, call, old.state, new.state)
     gone, come = _way(tier, call, old.state, _nothing(tier)), _way(tier, call, _nothing(tier), new.state)
@@ -345,7 +351,7 @@ def _ids(value: Any) -> list[int]:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Without the tracer that has calls fail (failing_calls.py): a look is none of the engine's."""
+    """Remove the tracer that makes calls fail (failing_calls.py), because examining pages is no work of the engine."""
     tracer = sys.gettrace()
     sys.settrace(None)
     try:

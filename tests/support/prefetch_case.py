@@ -1,4 +1,4 @@
-"""Prefetches with a clock that only the test advances, and a reader that reads only when the test allows it."""
+"""Helpers for prefetches: a clock that only the test advances, and a reader that reads only when the test allows it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SLOW, FAST = 1000.0, 0.001  # seconds of a call that reads two pages
 
 
 class PacedStore(TroubledStore):
-    """A store in memory whose reads wait until they are allowed. A read of two pages, the most where it is the disk,
-    takes `read_s` of the clock, other reads in proportion.
+    """A store in memory whose reads wait until the test allows them. A read of two pages, the largest of a disk, takes
+    `read_s` of the clock; other reads take time in proportion to their pages.
 
-    `held`: reads that wait; `num_ended`: reads that do no more; `num_reads`: how often each page was read; `sizes`: the
-    pages of each read.
+    `held`: number of waiting reads; `num_ended`: number of reads that have ended; `num_reads`: how often each page was
+    read; `sizes`: pages of each read.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -36,7 +36,7 @@ class PacedStore(TroubledStore):
         self._allowed = threading.Semaphore(1 << 30)
 
     def hold(self) -> None:
-        """Block all reads from now on, except those that are allowed."""
+        """Block all reads from now on until `allow` permits them."""
         self._allowed = threading.Semaphore(0)
 
     def allow(self, num_reads: int = 1 << 10) -> None:
@@ -57,12 +57,12 @@ class PacedStore(TroubledStore):
 
 
 def tokens_of(seed: int, length: int = 193) -> np.ndarray:
-    """24 whole pages, which are read by three jobs."""
+    """A prompt of 24 complete pages, which three jobs read."""
     return prompt(seed, length)
 
 
 def settings(**changes: object) -> EngineConfig:
-    """Capacity for several such prompts on every tier, and one reader."""
+    """Settings with capacity for several such prompts on every tier, and with one reader."""
     advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=1, disk_io_timeout_s=1e8)
     values = {"device_tokens": 640, "host_bytes": 200 * PAGE * 192, "advanced": advanced}
     return config(**{**values, **changes})
@@ -70,7 +70,7 @@ def settings(**changes: object) -> EngineConfig:
 
 @contextmanager
 def engine_of(store: PacedStore, **changes: object) -> Iterator[CacheEngine]:
-    """An engine over the store, which holds no read when the engine ends."""
+    """Open an engine over the store. When the context ends, the store releases all reads."""
     with build_engine(settings(**changes), GEOMETRY, store=store) as engine:
         try:
             yield engine
@@ -79,7 +79,7 @@ def engine_of(store: PacedStore, **changes: object) -> Iterator[CacheEngine]:
 
 
 def fill(store: PacedStore, *prompts: np.ndarray) -> None:
-    """Have the store hold the pages of some prompts, by an engine that ends."""
+    """Store the pages of some prompts through an engine that ends."""
     with engine_of(store) as engine:
         for n, tokens in enumerate(prompts):
             serve(engine, f"f{n}", tokens)
@@ -88,7 +88,7 @@ def fill(store: PacedStore, *prompts: np.ndarray) -> None:
 
 
 def until_found(engine: CacheEngine, store: PacedStore, *handles: Prefetch) -> None:
-    """Poll until the store has answered which pages it has for these, and the first read is blocked."""
+    """Poll until the store has reported its pages for these prefetches, and the first read is blocked."""
     eventually(
         lambda: engine.poll() or (all(handle.found_tokens for handle in handles) and store.held == 1), engine.stats
     )
@@ -99,7 +99,7 @@ def until_landed(engine: CacheEngine, handle: Prefetch, num_tokens: int) -> None
 
 
 def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, read_s: float) -> None:
-    """Measure the time of reads by a prefetch that runs to its end."""
+    """Measure the time of reads with a prefetch that runs to its end."""
     store.read_s = read_s
     until_ready(engine, engine.prefetch("measure", tokens, mode="wait_complete"))
     engine.cancel("measure")
@@ -109,8 +109,8 @@ def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, rea
 def pending_prefetch(
     store: PacedStore, *, read_s: float, overlaps: bool = False
 ) -> Iterator[tuple[CacheEngine, Prefetch, np.ndarray]]:
-    """An engine that computes a token in 1 s and has measured reads of `read_s`; the prefetch of request "a", whose
-    pages the store has and reads when the test allows it; and the tokens of its prompt."""
+    """An engine that computes a token in 1 s and has measured reads of `read_s`; a pending prefetch of request "a"; and
+    the tokens of its prompt. The store has the pages and reads them when the test allows it."""
     one, two = tokens_of(1), tokens_of(2)
     fill(store, one, two)
     with engine_of(store) as engine:
@@ -123,7 +123,7 @@ def pending_prefetch(
 
 
 def tokens_from_disk(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
-    """Serve a request, and compare every byte that it reuses. Returns the number of its tokens from disk."""
+    """Serve a request and compare every byte that it reuses. Returns the number of its tokens that came from disk."""
     hit = serve(engine, name, tokens).hit
     settled(engine)
     assert engine.inspect.prefetcher is not None and not engine.inspect.prefetcher.is_busy()

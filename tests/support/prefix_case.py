@@ -35,7 +35,7 @@ from hicache import (
 
 Cache = RadixCache | SWARadixCache | MambaRadixCache
 
-_MODULUS = 65521  # every state below it is exact in float32
+_MODULUS = 65521  # a prime: every state below it is exact in float32
 STATE = Mamba2CacheParams(
     Mamba2StateShape(conv=((2, 1),), temporal=(1, 1, 2)), layers=[1, 3], temporal_dtype=torch.float32
 )
@@ -43,7 +43,7 @@ STATE = Mamba2CacheParams(
 
 @dataclass(eq=False)
 class Request:
-    """A request as a scheduler has it."""
+    """A request with the attributes that a scheduler gives it."""
 
     origin_input_ids: list[int]
     extra_key: str | None = None
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass
 class Batch:
-    """The argument of `alloc_for_extend` and `alloc_for_decode`."""
+    """A batch, the argument of `alloc_for_extend` and `alloc_for_decode`."""
 
     reqs: list[Request]
     tree_cache: Cache
@@ -101,7 +101,7 @@ class Batch:
 def full_cache(
     num_tokens: int = 64, page_size: int = 1, rows: int = 8, columns: int = 512, device: str = "cpu", **more: object
 ) -> RadixCache:
-    """A RadixCache over real pools of `num_tokens`."""
+    """A RadixCache over real pools of `num_tokens` tokens."""
     allocator = _plain(num_tokens, page_size, device)
     return RadixCache(_params(ReqToTokenPool(rows, columns, device, False), allocator, page_size, more))
 
@@ -152,7 +152,7 @@ def key(tokens: list[int], extra_key: str | None = None) -> MatchPrefixParams:
 
 
 def free(cache: Cache) -> tuple[int, ...]:
-    """Numbers of free slots, and of free window slots or states if the cache has them."""
+    """The number of free slots, and of free window slots or states if the cache has them."""
     allocator = cache.token_to_kv_pool_allocator
     if isinstance(cache, SWARadixCache):
         return allocator.full_available_size(), allocator.swa_available_size()
@@ -162,17 +162,17 @@ def free(cache: Cache) -> tuple[int, ...]:
 
 
 def insert(cache: Cache, tokens: list[int], extra_key: str | None = None, **more: Any) -> int:
-    """Insert without a request; returns how many tokens were held before."""
+    """Insert tokens without a request; returns how many tokens the cache already held."""
     return cache.insert(InsertParams(RadixKey(tokens, extra_key), **more)).prefix_len
 
 
 def node_of(cache: Cache, tokens: list[int], extra_key: str | None = None) -> TreeNode:
-    """Where the match of `tokens` ends."""
+    """The node at which the match of `tokens` ends."""
     return cache.match_prefix(key(tokens, extra_key)).last_device_node
 
 
 def nodes_of(cache: Cache) -> list[tuple[TreeNode, list[int]]]:
-    """Every node of the tree with all tokens from the root to its end, parents first."""
+    """Every node of the tree, parents first, with all tokens from the root to the end of the node."""
     found: list[tuple[TreeNode, list[int]]] = [(cache.root_node, [])]
     for node, path in found:
         found.extend((child, path + list(child.key or ())) for child in node.children.values())
@@ -180,12 +180,12 @@ def nodes_of(cache: Cache) -> list[tuple[TreeNode, list[int]]]:
 
 
 def matched(cache: Cache, tokens: list[int], extra_key: str | None = None) -> int:
-    """How many of `tokens` hit now."""
+    """The number of `tokens` that the cache matches now."""
     return len(cache.match_prefix(key(tokens, extra_key)).device_indices)
 
 
 def recurrence(tokens: list[int]) -> tuple[int, int]:
-    """The toy state of a prefix, computed from nothing: a number and the count of tokens."""
+    """The toy state of a prefix, computed without a cache: a number, and the count of its tokens."""
     number = 0
     for token in tokens:
         number = (number * 31 + token + 1) % _MODULUS
@@ -193,23 +193,24 @@ def recurrence(tokens: list[int]) -> tuple[int, int]:
 
 
 def prefixes(tokens: list[int], extra_key: str | None = None) -> list[int]:
-    """A number for each prefix of a prompt, the shortest first: the toy attention state of its last token."""
+    """The toy attention state of each token, the first token first: a number that represents its prefix."""
     at = hash(extra_key)
     return [at := hash((at, token)) for token in tokens]
 
 
 class FakeRunner:
-    """Runs requests on one cache: what a model would write is written, what it would read is compared."""
+    """A runner of requests on one cache. The runner writes the states that a model would write, and compares the states
+    that a model would read."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.allocator = cache.token_to_kv_pool_allocator
-        self.full: dict[int, int] = {}  # slot -> the prefix that it is the attention state of
+        self.full: dict[int, int] = {}  # by slot: the number of the prefix whose last token is there
         self.window: dict[int, int] = {}
         self.is_swa, self.is_mamba = isinstance(cache, SWARadixCache), isinstance(cache, MambaRadixCache)
 
     def admit(self, req: Request, limit: int | None = None) -> int:
-        """Match all but the last token, and lock; returns the length of the hit. May raise OutOfStates."""
+        """Match all tokens but the last, and lock them; returns the length of the hit. May raise OutOfStates."""
         asked = req.tokens[: len(req.tokens) - 1 if limit is None else limit]
         params = MatchPrefixParams(RadixKey(asked, req.extra_key), cow_mamba=self.is_mamba, req=req)
         result = self.cache.match_prefix(params)
@@ -221,7 +222,8 @@ class FakeRunner:
         return len(req.prefix_indices)
 
     def prefill(self, req: Request, chunk: int = 1 << 20) -> int:
-        """Admit a request and compute its prompt by chunks, keeping each; returns how long the hit was."""
+        """Admit a request, and compute its prompt in chunks, each of which the cache keeps. Returns the length of the
+        hit."""
         hit_len, end = self.admit(req), len(req.tokens)
         while req.kv_committed_len < end:
             here = min(req.kv_committed_len + chunk, end)
@@ -232,7 +234,7 @@ class FakeRunner:
         return hit_len
 
     def serve(self, tokens: list[int], chunk: int = 1 << 20, new: int = 0, **more: Any) -> int:
-        """A request from its start to its end, `new` decoded tokens included; returns how long its hit was."""
+        """Serve a request from its start to its end, with `new` decoded tokens; returns the length of its hit."""
         req = Request(tokens, **more)
         hit_len = self.prefill(req, chunk)
         for token in range(new):
@@ -242,7 +244,7 @@ class FakeRunner:
         return hit_len
 
     def checkpoint(self, req: Request) -> None:
-        """Do what a runner with the extra buffer does at the end of a forward."""
+        """Checkpoint the state at the end of a forward, as a runner with the extra buffer does."""
         self.cache.req_to_token_pool.checkpoint([req])
         req.mamba_last_track_seqlen = req.kv_committed_len
         req.prefix_indices = self.row(req, 0, req.kv_committed_len)
@@ -259,7 +261,7 @@ class FakeRunner:
         self._compute(req, start, end)
 
     def decode(self, req: Request, token: int) -> None:
-        """One more token: computes the last that is not computed yet. May raise OutOfSlots."""
+        """Append one token, and compute the last token that has not been computed. May raise OutOfSlots."""
         start = req.kv_committed_len
         alloc_for_decode(Batch([req], self.cache, [start], torch.tensor([start])), 1)
         if start == len(req.tokens):
@@ -268,7 +270,7 @@ class FakeRunner:
         self._compute(req, start, start + 1)
 
     def leave_window(self, req: Request) -> None:
-        """Give back the window slots that no later token of the request reads, in whole pages."""
+        """Free the window slots that no later token of the request reads, in complete pages."""
         page = self.cache.page_size
         assert isinstance(self.cache, SWARadixCache)
         end = max(0, req.kv_committed_len - self.cache.sliding_window_size) // page * page
@@ -282,7 +284,7 @@ class FakeRunner:
         return slots
 
     def check_readable(self, req: Request, end: int) -> None:
-        """Assert that a model would read after `end` tokens the same states as computed without a cache."""
+        """Assert that a model would read, after `end` tokens, the states that are computed without a cache."""
         slots = req.prefix_indices[:end] if req.req_pool_idx is None else self.row(req, 0, end)
         assert len(slots) == end
         want = prefixes(req.tokens[:end], req.extra_key)
@@ -295,7 +297,7 @@ class FakeRunner:
             assert self.state(req.mamba_pool_idx) == recurrence(req.tokens[:end])
 
     def state(self, index: torch.Tensor) -> tuple[int, int]:
-        """A state by id, after all its tensors were found to agree."""
+        """A state by id. Checks that all its tensors have the same numbers."""
         cache = self.cache.req_to_token_pool.mamba_pool.mamba_cache
         temporal = cache.temporal[:, int(index)].reshape(len(STATE.layers), 2)
         conv = cache.conv[0][:, int(index)].reshape(len(STATE.layers), 2)

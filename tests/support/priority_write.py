@@ -1,7 +1,7 @@
-"""A write policy of one's own: pages reach the host if requests of high priority use them.
+"""A custom write policy: it copies pages to the host if requests of high priority use them.
 
-It is a policy where a name has an entry for it in `hicache.flow.write_policy.POLICIES`:
-`{"write_through_priority": lambda config: PriorityWriteThrough(minimum=1)}`.
+To use it, add an entry for it to `hicache.flow.write_policy.POLICIES`: `{"write_through_priority": lambda config:
+PriorityWriteThrough(minimum=1)}`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A tier over a store process, the memory that both share, and programs that write through one."""
+"""A tier over a store process, the memory that both share, and programs that write through such a tier."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ IDENTITY: dict[str, str | int] = {"model": "toy"}
 LIMITS = Limits(io_timeout_s=60, reopen_backoff_s=0.01, max_reopen_backoff_s=0.05, close_s=60)
 SEEDS = range(60)
 
-# Arguments: URL, this folder, and its action after its writes.
+# Arguments: the URL, the folder tests/support, and the action of the program after its writes.
 WRITER = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[2])
@@ -60,8 +61,9 @@ def at(folder: Path) -> str:
 
 
 class Case:
-    """A tier and the memory that it shares with its process, uint8 [NUM_PAGES, PAGE_BYTES]. `remote`: of the process.
-    `of`: the tier is the remote one of that case's process."""
+    """A tier and the memory that it shares with its store process, uint8 [NUM_PAGES, PAGE_BYTES]. `remote`: the remote
+    store of the process. If `of` is given, the tier is the remote tier of that case's process. `clock`: the clock of
+    the stores with `in_process`."""
 
     def __init__(
         self,
@@ -72,12 +74,15 @@ class Case:
         remote: RemoteSettings = NO_REMOTE,
         in_process: bool = False,
         of: Case | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._descriptor = os.memfd_create("pages")
         os.ftruncate(self._descriptor, NUM_PAGES * PAGE_BYTES)
         memory = np.frombuffer(mmap.mmap(self._descriptor, NUM_PAGES * PAGE_BYTES), np.uint8)
         asked = request(url, limits, identity, remote)
-        self.tier: StoreTier = open_remote(of.tier, asked) if of else open_tier(asked, in_process=in_process)
+        self.tier: StoreTier = (
+            open_remote(of.tier, asked) if of else open_tier(asked, in_process=in_process, clock=clock)
+        )
         self.tier.share(self._descriptor, memory)
         self.memory = memory.reshape(NUM_PAGES, PAGE_BYTES)
         self._ticket, self._outcomes = 0, list[object]()
@@ -89,7 +94,7 @@ class Case:
     def write(
         self, keys: tuple[bytes, ...], data: tuple[np.ndarray, ...], first: int = 0, *, is_costly: bool = False
     ) -> WriteJob:
-        """Submit a write from the pages of the memory at `first`."""
+        """Copy `data` to the memory from page `first` on, and submit a write of it."""
         self._ticket += 1
         self.memory[first : first + len(keys)] = data
         job = WriteJob(self._ticket, keys, tuple(self.memory[first : first + len(keys)]), is_costly=is_costly)
@@ -105,12 +110,12 @@ class Case:
         return job
 
     def poll_in_silence(self) -> list:  # type: ignore[type-arg]
-        """The outcomes of reads, as if the process had said nothing for an hour."""
+        """The outcomes of reads, as if the process had sent no message for an hour."""
         self.tier.last_message_s -= 3600
         return self.tier.reads.poll()
 
     def answer(self, poll: Callable[[], list]) -> object:
-        """The next outcome."""
+        """Wait for the next outcome."""
         while not self._outcomes:
             self._outcomes += eventually(poll, self.tier.stats)
         return self._outcomes.pop(0)
@@ -124,7 +129,7 @@ class Case:
         return done.ok
 
     def found(self, keys: tuple[bytes, ...], data: tuple[np.ndarray, ...]) -> tuple[bool, ...]:
-        """Which pages came back; those have the right bytes."""
+        """Read the pages and compare their bytes; returns which pages were found."""
         self.read(keys)
         done = self._done(self.tier.reads.poll)
         assert isinstance(done, ReadDone)
@@ -133,14 +138,14 @@ class Case:
         return done.ok
 
     def _done(self, poll: Callable[[], list]) -> object:
-        """The next outcome, also where the medium takes longer than the I/O timeout."""
+        """Wait for the next outcome, even if the medium takes longer than the I/O timeout."""
         while isinstance(done := self.answer(poll), Stalled):
             continue
         return done
 
     @property
     def backup(self) -> dict[str, float]:
-        """The numbers of the copies to the remote store."""
+        """The statistics of the copies to the remote store."""
         self.tier.poll()
         return dict(zip(BACKUP_NUMBERS, self.tier.status.backup, strict=True))
 
@@ -149,7 +154,7 @@ class Case:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether no process has the store open."""
+    """Whether no process has the store of `folder` open."""
     try:
         open_existing(folder).close()
     except StoreLocked:

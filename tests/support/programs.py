@@ -1,7 +1,8 @@
-"""Programs in interpreters of their own, forked from one that has imported the library (fork_server.py).
+"""Programs that run as if in their own interpreter, but are forked from a process that has imported the library
+(fork_server.py).
 
-They see what a fresh interpreter would, but for the modules that are imported already: a test of imports, or of a
-signal in the middle of one, takes `subprocess`.
+Unlike a new interpreter, they have modules imported already. So a test of imports, or of a signal during an import,
+uses `subprocess`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import IO, Any
 
 from waiting import eventually
 
-ADDRESS = "HICACHE_TEST_FORK_SERVER"  # set by conftest.py: the folder of the server of this run
-_spent: list[float] = []  # processor time of programs that have ended and been waited for
+ADDRESS = "HICACHE_TEST_FORK_SERVER"  # set by conftest.py: the folder of the fork servers of this run
+_spent: list[float] = []  # processor time of ended programs that this process has waited for
 PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 
 
@@ -34,8 +35,8 @@ def spent_s() -> float:
 
 @functools.cache
 def _address(kind: str) -> str:
-    """The socket of the fork server of this run with that name (fork_server.py), which the first who asks starts. It
-    ends with the run."""
+    """The socket of the fork server `kind` of this run (fork_server.py). The first caller of `_address` starts the
+    server, which ends with the run."""
     folder = Path(os.environ[ADDRESS])
     address = folder / kind
     with (folder / "lock").open("w") as lock:
@@ -49,7 +50,8 @@ def _address(kind: str) -> str:
 
 
 class Program:
-    """A running program, with the names of `subprocess.Popen`: text on `stdin`, `stdout` and `stderr` where piped."""
+    """A running program. It has the attributes of `subprocess.Popen`: text on `stdin`, `stdout` and `stderr` if they
+    are piped."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Program:
         self.pid = int(self._connection.recv(64))
 
     def _file(self, name: str, given: int | IO[Any], theirs: contextlib.ExitStack) -> int:
-        """The program's end of a standard file; ours, if there is one, becomes an attribute."""
+        """The program's end of a standard file. If the file is piped, our end becomes an attribute."""
         if given == PIPE:
             reader, writer = os.pipe()
             own, other = (writer, reader) if name == "stdin" else (reader, writer)
@@ -118,14 +120,14 @@ class Program:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, and is no child of this process
+            with contextlib.suppress(ProcessLookupError):  # the program has ended, and is no child of this process
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
-        """Close the standard input, and return what the program wrote to those of the other two that are piped."""
+        """Close the standard input, and return the text of standard output and standard error, if they are piped."""
         if self.stdin is not None:
             self.stdin.close()
         found = ["", ""]
@@ -154,19 +156,19 @@ class Program:
 
 
 def program(file: str, *arguments: object, **settings: Any) -> Program:
-    """A file of the tests as a program, started in its folder."""
+    """Start a file of the tests as a program in the folder of that file."""
     return Program(Path(file).read_text(), *arguments, name=file, **{"cwd": Path(file).parent, **settings})
 
 
 def command(*arguments: object, **settings: Any) -> Program:
-    """Start `hicache ARGUMENTS`. Serving commands are forked from a server that has their slow imports."""
+    """Start `hicache ARGUMENTS`. Serving commands are forked from a server that has imported their slow modules."""
     if arguments[0] in ("serve", "chat", "demo"):
         settings["server"] = "serving"
     return Program("import sys; from hicache.cli import main; sys.exit(main())", *arguments, **settings)
 
 
 def output(code: str, *arguments: object, status: int = 0, **settings: Any) -> str:
-    """Run a program, which must end with `status`; returns its output."""
+    """Run a program, which must end with `status`; returns the text of its standard output."""
     with Program(code, *arguments, **settings) as running:
         said, errors = running.communicate()
     assert running.returncode == status, errors

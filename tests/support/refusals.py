@@ -1,4 +1,4 @@
-"""System calls that the kernel refuses from now on, as in a container whose seccomp profile does not know them."""
+"""Make the kernel refuse system calls, as in a container whose seccomp profile does not allow them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class _Program(ctypes.Structure):
 
 
 def refuse(error: int, *calls: str) -> bool:
-    """Have these calls of this process and its children end with `error`. False where seccomp is not to be had."""
+    """Make these calls of this process and its children fail with `error`. Returns False if seccomp is not
+    available."""
     numbers = [NUMBERS[call] for call in calls]
     lines = [(0x20, 0, 0, 4), (0x15, 1, 0, _ARCHITECTURE), (0x06, 0, 0, _ALLOW), (0x20, 0, 0, 0)]
     for at, number in enumerate(numbers):

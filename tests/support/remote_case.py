@@ -10,12 +10,12 @@ from hicache.bench.remote_servers import Server
 from hicache.storage import PageCipher, PageFormat, PageStore, open_store
 from hicache.storage.conformance import FORMATS, IDENTITY, MakeStore, page
 
-PATIENCE = "timeout=60"  # so that a busy machine changes nothing
+PATIENCE = "timeout=60"  # long, so that a busy machine causes no timeout
 PAGES = {b"%d" % n: page(n) for n in range(8)}
 
 
 def opener(url: str, **more: str) -> MakeStore:
-    """`more`: of every identity."""
+    """Open stores at `url` with an identity. `more`: entries that every identity gets."""
 
     def make(
         identity: Mapping[str, str | int], formats: Sequence[PageFormat], cipher: PageCipher | None = None
@@ -34,7 +34,7 @@ def opened(server: Server, options: str = PATIENCE, identity: Mapping[str, str |
 
 
 def found_in(store: PageStore, pages: Mapping[bytes, np.ndarray] = PAGES) -> list[bytes]:
-    """The keys that the store has, after comparing every byte of their pages."""
+    """The keys of the pages that the store has. Compares every byte of these pages."""
     buffers = [np.empty(len(content), np.uint8) for content in pages.values()]
     hits = store.get_into(list(pages), buffers)
     for hit, buffer, content in zip(hits, buffers, pages.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Traces for tests of the replay."""
+"""Traces of requests for tests of the replay."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hicache.replay.trace import Trace, TraceRequest
 
 
 def synthetic_trace(num_requests: int = 2_000) -> list[Tokens]:
-    """Chats over a few system prompts. A turn repeats the chat and adds blocks of its own; some repeat or replace the
-    turn before, and now and then a chat is taken up again that was long silent."""
+    """Chats over a few system prompts. A turn repeats the chat and adds blocks. Some turns repeat or replace the turn
+    before, and some continue a chat after a long pause."""
     dice = np.random.default_rng(0)
     next_id = 0
 
@@ -38,7 +38,7 @@ def synthetic_trace(num_requests: int = 2_000) -> list[Tokens]:
 
 
 def trace_of(*prompts: list[int] | Tokens, block_tokens: int = 4) -> Trace:
-    """A request a second, all blocks whole."""
+    """A trace with one request a second; all blocks of its prompts are complete."""
     requests = [
         TraceRequest(float(at), np.array(ids, np.int64), len(ids) * block_tokens, 1) for at, ids in enumerate(prompts)
     ]

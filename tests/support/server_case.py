@@ -1,4 +1,4 @@
-"""A `hicache serve` in its own process, and its metrics."""
+"""A `hicache serve` in its own process, and readers of its log and metrics."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from waiting import BOUND_S, eventually
 if TYPE_CHECKING:
     import openai
 
-# In every prompt of the tests: no log may have it.
+# a word in every prompt of the tests; no log may contain it
 SECRET = "Xylophon"
-# Of the server that tests share: its two keys, and prompts that run or wait.
+# Of the server that tests share: the two keys, and the number of prompts that may run or wait.
 KEY, OLD_KEY, FULL = "sk-right-1", "sk-older-2", 6
 HEADERS: Any = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json"}
 TINY = ("--host-page-size", "16", "--page-size", "4", "--chunk-tokens", "64", "--prefetch-mode", "wait_complete")
 
 
 class Server:
-    """A running server. `log`: what it wrote on stderr so far."""
+    """A running server. `log`: the lines that the server has written to stderr so far."""
 
     def __init__(self, process: programs.Program, url: str, stderr: Path) -> None:
         self.process, self.url, self._stderr = process, url, stderr
@@ -45,7 +45,8 @@ class Server:
         return [json.loads(line) for line in self.log.splitlines(keepends=True) if line.endswith("\n")]
 
     def wait_for_line(self, **fields: Any) -> dict[str, Any]:
-        """The first line of the log with these fields; a request's is written when its response is complete."""
+        """Wait for the first line of the log with these fields. A request's line is written when its response is
+        complete."""
         found = eventually(
             lambda: [line for line in self.log_lines if fields.items() <= line.items()], lambda: self.log
         )
@@ -54,7 +55,7 @@ class Server:
     def client(self, api_key: str = "any") -> openai.OpenAI:
         import openai
 
-        direct = openai.DefaultHttpxClient(trust_env=False)  # whatever proxy the environment has
+        direct = openai.DefaultHttpxClient(trust_env=False)  # ignore the proxy settings of the environment
         return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=BOUND_S, http_client=direct)
 
     def get(self, path: str) -> str:
@@ -70,19 +71,19 @@ class Server:
         return 200
 
     def metric(self, name: str) -> float:
-        """The sum over all labels."""
+        """The sum of a metric over all labels."""
         found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
         return sum(map(float, found))
 
     def wait_for(self, name: str, value: float) -> None:
-        """Until the metric has the value."""
+        """Wait until the metric has the value."""
         eventually(lambda: self.metric(name) == value, lambda: (name, self.metric(name), self.log))
 
     def wait_for_at_least(self, name: str, value: float) -> None:
         eventually(lambda: self.metric(name) >= value, lambda: (name, self.metric(name), self.log))
 
     def wait_idle(self) -> None:
-        """Until no request runs or waits."""
+        """Wait until no request runs or waits."""
         self.wait_for("hicache_requests_queued", 0)
         self.wait_for("hicache_requests_running", 0)
 
@@ -94,8 +95,9 @@ class Server:
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
-    """A server on a free port of the loopback, of the random model unless the flags have another. At the end it is told
-    to stop, its check of the engine finds nothing, and no line of its log has a prompt's text or the key."""
+    """Run a server on a free port of the loopback, with the random model unless the flags name another one. At the end
+    the server stops, its check of the engine must find nothing, and no line of its log may have a prompt's text or the
+    key."""
     stderr, environment = folder / "stderr", {**os.environ, "HICACHE_API_KEY": api_key}
     with (
         stderr.open("w") as errors,
@@ -116,7 +118,7 @@ def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
 
 
 def ask(server: Server, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, dict[str, str]]:
-    """Status, JSON body and headers of a plain request with the right key."""
+    """Send a plain request with the right key; returns the status, JSON body and headers."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
     sent = {**HEADERS, **{name.replace("_", "-"): value for name, value in headers.items()}}
     connection.request(method, path, body, sent)

@@ -1,4 +1,4 @@
-"""Shared by the tests of the runner and the scheduler: tiny random models, tiny engines, and answers without a
+"""Helpers of the tests of the runner and the scheduler: tiny random models, tiny engines, and answers without a
 cache."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tiny_llama(
         head_dim=head_dim,
         max_position_embeddings=4096,
         eos_token_id=None,
-        # Larger than the default, so logits differ by more than rounding.
+        # This range is larger than the default, so that logits differ by more than rounding.
         initializer_range=0.2,
         attn_implementation=kernel,
     )
@@ -57,13 +57,13 @@ def tiny_llama(
 
 @functools.cache
 def shared(build: Callable[..., Any], *args: Any, **changes: Any) -> Any:
-    """`build(*args, **changes)`, built once per session. Tests must not change the model."""
+    """Return `build(*args, **changes)`, which runs once per session. Tests must not change the model."""
     return build(*args, **changes)
 
 
 @functools.cache
 def geometry_of(model: Any) -> ModelGeometry:
-    """`check_supported(model)`, once per model."""
+    """Return `check_supported(model)`, which runs once per model."""
     return check_supported(model)
 
 
@@ -72,10 +72,10 @@ def tiny_runner(model: Any, engine: CacheEngine, attention: Attention = "auto") 
 
 
 def decode(runner: ModelRunner, leases: Sequence[Lease], tokens: Sequence[int]) -> torch.Tensor:
-    """A pass over the last token of each lease, `tokens[i]`. Logits [requests, vocab]."""
+    """Run a pass over the last token of each lease, `tokens[i]`. Returns logits [requests, vocab]."""
     chunks = []
     for lease, token in zip(leases, tokens, strict=True):
-        sequence = np.zeros(lease.length, dtype=np.int64)  # of which the pass reads the last
+        sequence = np.zeros(lease.length, dtype=np.int64)  # the pass reads only the last token
         sequence[-1] = token
         chunks.append(Chunk(lease, sequence, lease.length - 1, lease.length))
     return runner.forward(chunks)
@@ -84,8 +84,8 @@ def decode(runner: ModelRunner, leases: Sequence[Lease], tokens: Sequence[int]) 
 def tiny_engine(
     model: Any, geometry: ModelGeometry | None = None, store: PageStore | None = None, **settings: Any
 ) -> CacheEngine:
-    """An engine with pages of 16 tokens (4 on the device) for `model`, whose geometry may be known; not started.
-    `store`: its disk tier."""
+    """An engine with pages of 16 tokens (4 on the device) for `model`, not started. `geometry`: that of the model, if
+    known. `store`: the store of its disk tier."""
     defaults: dict[str, Any] = {
         "device_tokens": 512,
         "page_size": 4,
@@ -96,7 +96,7 @@ def tiny_engine(
         "device": str(model.device),
         "model_id": "tiny",
         "prefetch_mode": "wait_complete",
-        "prefill_tokens_per_s": 0,  # what is loaded is to depend on no time
+        "prefill_tokens_per_s": 0,  # loads must not depend on measured times
         "host_bytes": 0,
         "advanced": {"transfer_chunk_tokens": 64, "staging_bytes": 1 << 20},
     }
@@ -104,7 +104,7 @@ def tiny_engine(
 
 
 def assert_released(engine: CacheEngine) -> None:
-    """Every row is free, and every slot is free or evictable."""
+    """Assert that every row is free, and that every slot is free or evictable."""
     engine.flush()
     engine.check()
     stats = engine.stats()
@@ -125,17 +125,17 @@ def prompt(length: int, seed: int) -> npt.NDArray[np.int64]:
 
 @torch.inference_mode()
 def plain_logits(model: Any, tokens: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-    """Logits [len, vocab] of one forward pass over everything, without any cache."""
+    """Logits [len, vocab] of one forward pass over all tokens, without any cache."""
     ids = torch.tensor(np.asarray(tokens), device=model.device)[None]
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits
 
 
 def plain_greedy(model: Any, tokens: npt.NDArray[np.int64], num_new: int, draft: Sequence[int] = ()) -> tuple[int, ...]:
-    """The greedy continuation of `tokens` by `num_new` tokens, by whole forward passes without a cache.
+    """The greedy continuation of `tokens` by `num_new` tokens, by complete forward passes without a cache.
 
-    `draft`: a guess that one pass verifies, as in speculative decoding. It changes the number of passes, not the
-    answer.
+    `draft`: guessed tokens that one pass verifies, as in speculative decoding. Guessed tokens change the number of
+    passes, not the answer.
     """
     sequence, draft = tokens.tolist(), list(draft)[: num_new - 1]
     while len(sequence) < len(tokens) + num_new:
@@ -150,8 +150,8 @@ def plain_greedy(model: Any, tokens: npt.NDArray[np.int64], num_new: int, draft:
 def generate(model: Any, tokens: npt.NDArray[np.int64], max_new_tokens: int) -> tuple[int, ...]:
     """The greedy continuation of `tokens`, int64 [len], by transformers' `generate` with its own cache.
 
-    A reference that shares no code with the runner, the pools or the engine. The model's own generation settings are
-    ignored and kept.
+    This reference shares no code with the runner, the pools or the engine. `generate` is called so that it ignores the
+    model's own generation settings, and does not change them.
     """
     ids = torch.from_numpy(tokens).to(model.device)[None]
     settings, model.generation_config = model.generation_config, GenerationConfig()

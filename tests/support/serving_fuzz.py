@@ -1,11 +1,10 @@
-"""Random histories of a scheduler: requests with shared prefixes, priorities and deadlines, on tiers too small for
-them, with aborts at any moment. Callers abort, submit and raise, passes raise, copies take as long as the draw says or
-fail, and the disk and the remote store fail, stall and
-lose pages.
+"""Random histories of a scheduler. Requests have shared prefixes, priorities and deadlines, on tiers too small for
+them, and are aborted at any moment. Callers abort, submit and raise; passes raise; copies are late or fail; the disk
+and the remote store fail, stall and lose pages.
 
-Each prompt that was admitted counts once in hit rates, as it was first admitted, and no other does.
-The streamed tokens of a request are its output, and equal the output of the request alone, without a cache, up to its
-end. At the end of a history no request holds anything.
+Hit rates count each admitted prompt once, with its first admission, and no other prompt. The streamed tokens of a
+request are its output. The output equals that of the request alone, without a cache, up to its end. At the end of a
+history no request holds anything.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ DEVICE_TOKENS = 128
 
 
 class _FuzzedRunner:
-    """Carries out the loads of a pass first, because no other thread does so while a pass waits for them. Some passes
-    are interrupted when some of their chunks are computed."""
+    """A runner that executes the loads of a pass before the pass, because no other thread does so while a pass waits.
+    The runner interrupts some passes after some of their chunks."""
 
     def __init__(self, runner: Runner, rng: np.random.Generator) -> None:
         self._runner, self._rng = runner, rng
@@ -60,7 +59,7 @@ class _FuzzedRunner:
 
 
 def _answer_of(model: Any, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that a model generates without a cache. One pass verifies the longest right prefix of `draft`."""
+    """The tokens that a model generates without a cache. One pass verifies the longest correct prefix of `draft`."""
     sequence, draft = request.tokens.tolist(), list(draft)
     while True:
         done = len(sequence) - len(request.tokens)
@@ -77,7 +76,7 @@ def _answer_of(model: Any, request: Request, draft: Sequence[int]) -> tuple[int,
 
 
 class ServingFuzz:
-    """One scheduler under one history. `folder`: for the disk of an engine with stores."""
+    """One scheduler under one history. With a `folder` the engine has stores, and the disk store is in this folder."""
 
     def __init__(self, kind: str, seed: int, folder: Path | None) -> None:
         self.kind, self.rng = kind, np.random.default_rng([seed, len(kind)])
@@ -110,7 +109,7 @@ class ServingFuzz:
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
         self.counts: Counter[str] = Counter()
-        self.admitted: Counter[str] = Counter()  # prompts, their tokens, and tokens found in tiers
+        self.admitted: Counter[str] = Counter()  # number of prompts, of their tokens, and of tokens found in tiers
 
     def run(self, num_requests: int) -> Counter[str]:
         """Serve `num_requests` requests, and some more that callbacks submit."""
@@ -135,7 +134,7 @@ class ServingFuzz:
             self._step()
 
     def _read_beside(self) -> None:
-        """Serve a single request for pages that only the disk has; it is computed while they are read."""
+        """Serve one request for pages that only the disk has, and compute it while they are read."""
         self._drain()
         self.faults.move_all()
         flush_error(self.engine)
@@ -144,13 +143,13 @@ class ServingFuzz:
         self._submit(self.requests[str(self.rng.choice(list(self.requests)))].tokens)
         for _ in range(int(self.rng.integers(0, 30))):
             self._step()
-            time.sleep(0.0005)  # the store's threads have something to do
+            time.sleep(0.0005)  # let the threads of the store run
 
     def _step(self) -> None:
         for _ in range(int(self.rng.integers(0, 6))):
             self.faults.move_one()
         if self.faults.stores and self.rng.random() < 0.3:
-            time.sleep(0.0005)  # the store's threads have something to do
+            time.sleep(0.0005)  # let the threads of the store run
         try:
             for output in self.scheduler.step():
                 self._verify(output)
@@ -172,7 +171,7 @@ class ServingFuzz:
             self.faults.heal()  # an hour passes
         elif draw < 0.26 and self.faults.stores and self.requests:
             self._read_beside()
-        elif draw < 0.3:  # computing is faster, or slower, than whatever moves bytes
+        elif draw < 0.3:  # computing is faster, or slower, than every copy and read
             self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e-9, 1e6])))
 
     def _submit(self, begin: np.ndarray | None = None) -> None:
@@ -224,7 +223,7 @@ class ServingFuzz:
             self.admitted[f"{tier}_hit_tokens"] += getattr(output.hit, tier)
 
     def _settle(self) -> None:
-        """Everything is where it began."""
+        """Check that the engine and the scheduler hold nothing, as at their start."""
         assert not self.streams, "a request has not ended"
         self.faults.move_all()
         flush_error(self.engine)
@@ -238,7 +237,7 @@ class ServingFuzz:
         assert {name: stats[f"admit.{name}"] for name in self.admitted} == self.admitted
         self.counts["admitted again"] += int(stats["admit.uncounted_requests"])
         assert table.available_size() == table.size
-        if self.kind != "window":  # there the free are the fewer of full and window slots
+        if self.kind != "window":  # with windows, the free tokens are the smaller number of full and window slots
             assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == DEVICE_TOKENS
 
     def _settings(self, folder: Path | None) -> EngineConfig:
@@ -260,6 +259,6 @@ class ServingFuzz:
 
 
 def run(kind: str, seed: int, num_requests: int) -> Counter[str]:
-    """One history. Odd seeds have a disk, and two of three of these a remote store."""
+    """Run one history. Odd seeds have a disk, and two of three odd seeds also have a remote store."""
     with tempfile.TemporaryDirectory() as folder:
         return ServingFuzz(kind, seed, Path(folder) if seed % 2 else None).run(num_requests)

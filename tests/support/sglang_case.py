@@ -1,4 +1,4 @@
-"""SGLang's own controller, host pools and storage threads over our backend, on the CPU."""
+"""SGLang's own controller, host pools and storage threads over hicache's storage backend, on the CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATENT, ROPE = 48, 16
 
 @dataclass(frozen=True)
 class Case:
-    """A server's configuration. `extra`: additional settings of the backend."""
+    """The configuration of a server. `extra`: additional settings of the backend."""
 
     path: Path | str
     layout: str = "page_first"
@@ -57,6 +57,7 @@ class Case:
             "interface_v1": int(self.v1),
             "path": str(self.path),
             "budget": "64MB",
+            "prefill_tokens_per_s": 0,  # loads wait for the disk, however busy the machine is
             **self.extra,
         }
 
@@ -71,7 +72,7 @@ def device_pool(case: Case) -> Any:
 
 
 def host_pool(case: Case, device: Any) -> Any:
-    """Of SGLang's own size and layout, with random bytes in it."""
+    """A host pool of SGLang's own size and layout, filled with random bytes."""
     cls = MLATokenToKVPoolHost if case.mla else MHATokenToKVPoolHost
     shape = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": case.page_size, "layout": case.layout}
     with enough_memory():
@@ -84,7 +85,7 @@ def host_pool(case: Case, device: Any) -> Any:
 
 
 def enough_memory() -> Any:
-    """SGLang leaves 10 GB of a machine free, however small its pools."""
+    """Make SGLang see enough memory: it leaves 10 GB of a machine free, even if its pools are small."""
     return mock.patch.object(host_module, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
 
 
@@ -93,7 +94,8 @@ clock = Clock()
 
 @contextmanager
 def troubled() -> Iterator[list[TroubledStore]]:
-    """The stores that are opened meanwhile fail and wait on demand, and are given up and asked again by `clock`."""
+    """Within this context all opened stores fail and wait on demand. The tiers of these stores take timeouts and
+    retries from `clock`."""
     stores: list[TroubledStore] = []
 
     def opened(*args: Any, **kwargs: Any) -> TroubledStore:
@@ -106,7 +108,8 @@ def troubled() -> Iterator[list[TroubledStore]]:
 
 
 class Server:
-    """SGLang's controller with its storage threads. Closes with `close`, or as a context."""
+    """SGLang's controller with its storage threads. Close the controller with `close`, or use this object as a
+    context."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -129,7 +132,7 @@ class Server:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """Of a controller."""
+        """The settings of the controller."""
         return {
             "page_size": self.case.page_size,
             "tp_group": dist.group.WORLD,
@@ -143,7 +146,7 @@ class Server:
         }
 
     def _pool_page(self) -> None:
-        """This process among the ranks of the server."""
+        """Set the rank of this process and the sizes of the server's parallel groups."""
         rank, size = self.case.tp_rank, self.case.tp_size
         ranks = dict.fromkeys(("tp_rank", "attn_tp_rank", "moe_tp_rank"), rank)
         ranks |= dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), size)
@@ -152,7 +155,7 @@ class Server:
 
     @property
     def backend(self) -> Any:
-        """Ours, beneath SGLang's injector of failures where that is on."""
+        """Our backend. If SGLang injects failures, it is the one below the injector."""
         outer = self.controller.storage_backend
         return outer if "_backend" not in vars(outer) else outer._backend
 
@@ -163,7 +166,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        eventually(self.threads_live)  # one may not have started yet; one that ended stays so
+        eventually(self.threads_live)  # a thread may not have started yet; a thread that has ended never restarts
         self.controller.detach_storage_backend()
         self._patches.close()
 
@@ -184,8 +187,8 @@ class Server:
         return found
 
     def backup(self, tokens: list[int]) -> tuple[list[bytes], int]:
-        """Store host pages under these tokens, through the backup thread: their bytes, and how many tokens SGLang
-        counts as stored."""
+        """Store host pages under these tokens through the backup thread. Returns the bytes of the pages, and how many
+        tokens SGLang counts as stored."""
         slots = self.host.alloc(len(tokens))
         number = self.controller.write_storage(slots, tokens, self.hashes(tokens))
         operation = self.controller.ack_backup_queue.get(timeout=BOUND_S)
@@ -195,13 +198,13 @@ class Server:
         return stored, operation.completed_tokens
 
     def lose(self, keys: list[str]) -> None:
-        """Remove pages from the disk, as its eviction would."""
+        """Remove pages from the disk, as an eviction would."""
         found = self.backend._pools["kv"]
         removed = found.tier._do(found.tier._submit_remove, found.keys(keys))
         assert found.tier._wait(removed) == [True] * len(keys)
 
     def prefetch(self, tokens: list[int], meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
-        """The pages that SGLang's prefetch brings into host memory. `meanwhile`: between look-up and load."""
+        """Return the pages that SGLang's prefetch loads into host memory. Call `meanwhile` between look-up and load."""
         controller = self.controller
         controller.prefetch("request", tokens)
         operation = controller.prefetch_hit_queue.get(timeout=BOUND_S)

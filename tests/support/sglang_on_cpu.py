@@ -1,6 +1,7 @@
-"""SGLang's Python on a machine without GPU: stand-ins for the packages whose compiled parts cannot be loaded there.
+"""SGLang's Python code on a machine without GPU, with stand-ins for packages whose compiled parts cannot be loaded
+there.
 
-Each stand-in answers any attribute with an empty class; none of them is on the way of a page.
+Each stand-in answers any attribute with an empty class. No page passes through a stand-in.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Anything(type):
         return _Anything(name, (), {})
 
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """As the type of a field."""
+        """Let pydantic accept a stand-in as the type of a field."""
         from pydantic_core import core_schema
 
         return core_schema.any_schema()
@@ -52,27 +53,28 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing: a stand-in has no code to run."""
 
 
 def prepare() -> None:
-    """Call before anything of SGLang is imported."""
+    """Install the stand-ins. Call this before importing anything of SGLang."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # Extensions that SGLang compiles at first use are kept in its environment.
+    # The folder of SGLang's environment keeps the extensions that SGLang compiles at first use.
     os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
-    # Transformers asks which of these packages are installed, and must not take a stand-in for one.
+    # Transformers looks for these packages when it is imported, and must not find a stand-in for one.
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, image_utils  # noqa: F401
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    # Its name asks for torchvision, its module does not.
+    # transformers exports this class only with torchvision, but its module works without torchvision.
     sys.modules["transformers"].AutoImageProcessor = AutoImageProcessor
 
     sys.meta_path.insert(0, _Finder())
 
 
 def copy_with_torch() -> None:
-    """SGLang's copies between device and host run on GPUs alone; torch copies the same bytes, from memory that is not
-    pinned. SGLang leaves 10 GB of a machine free, however small its pools."""
+    """Replace SGLang's copies between device and host, which only run on GPUs: torch copies the same bytes, from memory
+    that is not pinned. Also make SGLang see enough memory: it leaves 10 GB of a machine free, even if its pools are
+    small."""
     from sglang.srt.mem_cache.pool_host import base, common
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 

@@ -1,6 +1,8 @@
-"""A program: a real SGLang on the CPU answers each prompt of its task twice, and prints cached tokens and answers.
+"""A program that runs a real SGLang on the CPU. The program answers each prompt of its task twice, and prints cached
+tokens and answers.
 
-Its Triton kernels are interpreted; torch stands in for its compiled ones. The task is one of the benchmark `servers`.
+SGLang's Triton kernels are interpreted, and torch replaces its compiled kernels. The task is one of the benchmark
+`servers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A tokenizer for the processes that make prompts of large bodies, which import it by name."""
+"""A tokenizer for the processes that encode the prompts of large bodies. The processes import this tokenizer by
+name."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from hicache.serving.models import ByteTokenizer
 
 
 class SlowTokenizer(ByteTokenizer):
-    """Three texts are commands: "hang" sleeps for ever, after it has written its process's id to the file `pid`,
-    "spin" computes for ever, "fail" raises."""
+    """A tokenizer with three texts as commands: "hang" writes the id of its process to the file `pid` and sleeps for
+    ever, "spin" computes for ever, "fail" raises."""
 
     def encode(self, text: str) -> list[int]:
         if text == "hang":

@@ -1,8 +1,8 @@
 """Copies that start when a test says so: the CPU backend with its two threads replaced by queues.
 
 A copy runs completely, on the test's thread, when it is stepped or waited for; until then it is in flight. So only the
-test decides how long it takes, and which calls overlap it. On CUDA the streams of copies sleep if the test says so, and
-no copy fails.
+test decides how long a copy takes, and which calls overlap it. On CUDA a test can only make the streams of copies
+sleep, and no copy fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hicache.transfer.cpu import CpuOp
 
 
 class _Link:
-    """One direction: copies in the order of their submission. `fails`: what those that run from now on raise."""
+    """The queue of one direction: copies in the order of their submission. `fails`: the error that copies raise from
+    now on, or None."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[CpuOp, Callable[[], None]]] = deque()
@@ -31,7 +32,7 @@ class _Link:
         return len(self._waiting)
 
     def start(self) -> None:
-        """No thread."""
+        """Do nothing: there is no thread."""
 
     def put(self, op: CpuOp, copy: Callable[[], None]) -> None:
         self._waiting.append((op, copy))
@@ -39,7 +40,7 @@ class _Link:
 
     def step(self) -> None:
         op, copy = self._waiting.popleft()
-        # In an engine a worker makes the copy, which no signal and no tracer of a call interrupts.
+        # In an engine a worker thread runs the copy; no signal and no tracer of a call interrupts it.
         tracer = sys.gettrace()
         sys.settrace(None)
         try:
@@ -64,7 +65,7 @@ def _transfers(engine: CacheEngine) -> list[TransferBackend]:
 
 
 class SteppedTransfers:
-    """All copies of an engine, of every component. Build it before the engine starts."""
+    """Control of all copies of an engine, of every component. Create this object before the engine starts."""
 
     def __init__(self, engine: CacheEngine) -> None:
         self.up: list[_Link] = []
@@ -80,7 +81,7 @@ class SteppedTransfers:
 
     @property
     def links(self) -> list[_Link]:
-        """Those with copies in flight."""
+        """The links with copies in flight."""
         return [link for link in (*self.up, *self.down) if len(link)]
 
     def finish(self) -> None:
@@ -89,7 +90,7 @@ class SteppedTransfers:
 
     @staticmethod
     def _break(mover: PageMover | PagePacker, up: _Link, down: _Link) -> None:
-        """Have the copies of a link that fails fail as they move bytes, half-way through a load."""
+        """Make copies fail while they move bytes if their link has an error; a load fails half-way."""
         scatter, gather = mover.scatter, mover.gather
 
         def scattering(staging: object, slots: object, first_layer: int, num_layers: int) -> None:
@@ -106,7 +107,8 @@ class SteppedTransfers:
 
 
 class SleepingTransfers:
-    """The same of an engine on CUDA, as far as that goes: copies that come later, by the device's own clock."""
+    """The counterpart of `SteppedTransfers` for an engine on CUDA. This class can only delay copies, by the device's
+    own clock."""
 
     up: tuple[_Link, ...] = ()
     down: tuple[_Link, ...] = ()
@@ -120,7 +122,7 @@ class SleepingTransfers:
         return [self]
 
     def step(self) -> None:
-        """Let the stream whose turn it is sleep for some milliseconds."""
+        """Make the next stream, in turn, sleep for some milliseconds."""
         self._streams.append(self._streams.pop(0))
         with torch.cuda.stream(self._streams[0]):
             torch.cuda._sleep(20_000_000)

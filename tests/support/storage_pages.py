@@ -22,15 +22,15 @@ PAGE_BYTES = (16 << 10) - 64
 IDENTITY: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "layout": "ab12", "page_size": 64}
 
 _MIN_INDEX_BYTES = 256 << 10
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # commits wait for no disk there
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # commits in memory wait for no disk
 
 
 def budget_of(num_pages: int, page_bytes: int = PAGE_BYTES) -> int:
-    """A budget for about `num_pages` pages that do not compress."""
+    """A budget in bytes for about `num_pages` pages that do not compress."""
     return num_pages * (-(-page_bytes // 4096) + 1) * 4096 + _MIN_INDEX_BYTES
 
 
-# The length of all pages, or the lengths between which the number of a page chooses.
+# Bytes of every page; or several lengths, from which the number of a page chooses one.
 Bytes = int | Sequence[int]
 
 
@@ -43,12 +43,12 @@ def key_of(number: int) -> bytes:
 
 
 def value_of(key: bytes, fields: bytes, payload: bytes | memoryview) -> bytes:
-    """The value with these header fields, a right checksum and this payload."""
+    """A stored value with these header fields, a correct checksum and this payload."""
     return finalise_header(key, fields, payload) + bytes(payload)
 
 
 class WholeCodec(PageCodec):
-    """A codec of values in one part."""
+    """A codec that writes each value in one part."""
 
     def encode(self, key: bytes, page: npt.NDArray[np.uint8], *, lag: float = 0.0) -> bytes:
         value = self.encode_split(key, page, memoryview(bytearray(self.max_payload_bytes)), lag=lag)
@@ -60,12 +60,13 @@ class WholeCodec(PageCodec):
 
 
 def is_compressed(value: bytes) -> bool:
-    """Whether a value says that it holds its page compressed rather than raw."""
+    """Whether the header of a value says that its page is compressed."""
     return value[6] != 0
 
 
 def page_of(number: int, page_bytes: int = PAGE_BYTES, kind: str = "random") -> npt.NDArray[np.uint8]:
-    """`random` bytes do not compress, `normal` ones (16-bit floats) do a little, `flat` ones very well."""
+    """A page made from its number. `random` bytes do not compress, `normal` ones (16-bit floats) compress a little,
+    `flat` ones very well."""
     generator = np.random.default_rng(number)
     if kind == "random":
         return generator.integers(0, 256, page_bytes, dtype=np.uint8)
@@ -87,13 +88,13 @@ def put_numbers(store: PageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, 
 
 
 def slots_path(path: Path) -> Path:
-    """The file of slots of a store whose pages have one size."""
+    """The file with the slots of a store whose pages have one size."""
     [file] = path.glob("pages-*.dat")
     return file
 
 
 def change_index(path: Path, body: Callable[[Any, dict[str, Any]], None]) -> None:
-    """Change the tables of a closed store's index behind its back, and seal it again."""
+    """Change the tables of a closed store's index without the store, and seal the index again."""
     file = path / "index.mdb"
     os.truncate(file, file.stat().st_size - 8)
     with lmdb.open(str(file), subdir=False, max_dbs=3, map_size=1 << 27, lock=False) as env:
@@ -105,7 +106,7 @@ def change_index(path: Path, body: Callable[[Any, dict[str, Any]], None]) -> Non
 
 
 def slot_key(slot: int) -> bytes:
-    """The name in the index of a slot for pages of `PAGE_BYTES`."""
+    """The name that the index has for a slot of pages of `PAGE_BYTES`."""
     return struct.pack(">IIQ", PAGE_BYTES, 5 * 4096, slot)
 
 
@@ -115,7 +116,7 @@ def blocks_bytes(path: Path) -> int:
 
 
 def found_numbers(store: PageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> set[int]:
-    """The numbers that the store has, after comparing every byte of each."""
+    """The numbers of the pages that the store has. Compares every byte of these pages."""
     requested = list(numbers)
     buffers = [np.empty(bytes_of(n, page_bytes), dtype=np.uint8) for n in requested]
     found = set()

@@ -1,4 +1,4 @@
-"""A server of stores, as `hicache store serve`, in a thread of the test."""
+"""A server of stores like `hicache store serve`, in a thread of the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache.storage.process.stores import OpenStores
 
 @contextlib.contextmanager
 def served(directory: Path, path: Path) -> Iterator[str]:
-    """The stores of `directory` behind a socket at `path`, which is how clients name it."""
+    """Serve the stores of `directory` at the socket `path`; yields the URL for clients."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen()

@@ -1,7 +1,7 @@
-"""A model whose KV is a known function of the whole prefix, so that any wrong reuse shows in the values.
+"""A model whose KV is a known function of the complete prefix, so that any wrong reuse shows in the values.
 
-The KV of a position is a hash of (namespace, all tokens up to it). A request that is given another request's bytes, a
-stale slot or a page in the wrong place reads values that nothing else has.
+The KV of a position is a hash of the namespace and all tokens up to the position. If a request reads bytes of another
+request, a stale slot or a page at the wrong position, these values match no expected ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def config(**changes: object) -> EngineConfig:
         "max_context_len": 256,
         "dtype": "float32",
         "model_id": "toy",
-        "eviction_policy": "lru",  # what is evicted follows from the order of uses alone
+        "eviction_policy": "lru",  # the order of uses alone decides which page is evicted
         "advanced": AdvancedConfig(transfer_chunk_tokens=16),
     }
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def prompt(seed: int, length: int = 60) -> np.ndarray:
 
 
 def prefix_hashes(tokens: np.ndarray, namespace: str = "") -> np.ndarray:
-    """A number for each position that depends on all tokens up to it: uint64 [len]."""
+    """A number for each position: uint64 [len]. The number depends on all tokens up to its position."""
     powers = np.cumprod(np.full(len(tokens), _ODD))
     space = int.from_bytes(hashlib.sha256(namespace.encode()).digest()[:8], "little")
     return _mixed(np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * powers) ^ np.uint64(space) ^ powers)
@@ -63,13 +63,13 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 
 
 def expected_kv(tokens: np.ndarray, namespace: str = "") -> torch.Tensor:
-    """True KV of every position: float32 [len, layers, 2, heads, dim]."""
+    """The true KV of every position: float32 [len, layers, 2, heads, dim]."""
     shape = (GEOMETRY.layer_num, 2, GEOMETRY.head_num, GEOMETRY.head_dim)
     return values_of(prefix_hashes(tokens, namespace), 0, shape)
 
 
 def compute(engine: CacheEngine, lease: Lease, tokens: np.ndarray, start: int, end: int) -> None:
-    """The forward pass: wait as a model would, then store the KV of positions [start, end)."""
+    """Run a forward pass: wait for loads as a model would, then store the KV of positions [start, end)."""
     truth = expected_kv(tokens[:end], lease.namespace)[start:end].to(engine.pool.device)
     engine.begin_forward([lease])
     for layer in range(GEOMETRY.layer_num):
@@ -78,7 +78,8 @@ def compute(engine: CacheEngine, lease: Lease, tokens: np.ndarray, start: int, e
 
 
 def read(engine: CacheEngine, lease: Lease, length: int) -> torch.Tensor:
-    """KV of positions [0, length) as attention would see it: float32 [length, layers, 2, heads, dim], on the CPU."""
+    """The KV of positions [0, length) as attention would read it: float32 [length, layers, 2, heads, dim], on the
+    CPU."""
     engine.begin_forward([lease])
     slots = lease.slots_of(0, length)
     layers = [torch.stack([b[slots] for b in engine.pool.get_kv_buffer(i)], 1) for i in range(GEOMETRY.layer_num)]
@@ -86,7 +87,7 @@ def read(engine: CacheEngine, lease: Lease, length: int) -> torch.Tensor:
 
 
 def serve(engine: CacheEngine, request_id: str, tokens: np.ndarray, namespace: str = "", **hints: Any) -> Lease:
-    """One whole request: admit, compare what was reused, compute the rest, commit, release."""
+    """Serve one complete request: admit it, compare the reused KV, compute the other tokens, commit and release."""
     with engine.acquire(CacheRequest(request_id, tokens, namespace, **hints)) as lease:
         truth = expected_kv(tokens[: lease.cached_len], namespace)
         assert torch.equal(read(engine, lease, lease.cached_len), truth)
@@ -96,7 +97,7 @@ def serve(engine: CacheEngine, request_id: str, tokens: np.ndarray, namespace: s
 
 
 def until_ready(engine: CacheEngine, *handles: Prefetch) -> None:
-    """Poll until these are ready; what has been read so far stays within all accounts."""
+    """Poll until these prefetches are ready. Check all accounts after each poll."""
 
     def ready() -> bool:
         engine.poll()
@@ -107,7 +108,7 @@ def until_ready(engine: CacheEngine, *handles: Prefetch) -> None:
 
 
 def flush_error(engine: CacheEngine) -> NotStored | None:
-    """Flush; the error if a store refuses pages, else None."""
+    """Flush the engine. Returns the error if a store refuses pages, else None."""
     try:
         engine.flush()
     except NotStored as error:
@@ -116,7 +117,7 @@ def flush_error(engine: CacheEngine) -> NotStored | None:
 
 
 def settled(engine: CacheEngine) -> None:
-    """After everything in flight has ended, every account holds and nothing is left that a request held."""
+    """Wait for everything in flight. Check that every account holds, and that no request holds anything."""
     engine.flush()
     engine.check()
     stats = engine.stats()

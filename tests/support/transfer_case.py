@@ -1,8 +1,8 @@
 """Base of the stress tests of transfers: slot spaces of every layout, and tiers that know all their bytes.
 
-Truth is kept as content numbers. A bank holds the bytes of each number, as a host page has them and, cut by the layout,
-as the rows of a pool; for every device page and host page a tier knows the number, until something unforeseen (a copy
-that failed) may have written there. So bytes are compared, and the tested code never computes them.
+Each content has a number. A bank holds the bytes of each number twice: in the order of a host page, and cut by the
+layout into the rows of a pool. A tier knows the number of every device page and host page, until a failed copy may have
+written there. So tests compare bytes that the tested code has not computed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def mha(device: str) -> tuple[SlotSpace, ...]:
 
 
 def wide(device: str) -> tuple[SlotSpace, ...]:
-    """Pieces wide enough for the copy engine, where small ones go by kernels."""
+    """Slot spaces with rows that are wide enough for the copy engine; kernels copy smaller rows."""
     return MHATokenToKVPool(ON_DEVICE * 16, 16, BF16, 8, 128, 3, device, False).slot_spaces
 
 
@@ -67,7 +67,8 @@ def equal(device: str) -> tuple[SlotSpace, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How to build a pool's slot spaces on a device, and the tokens of a host page. A state is a page of its own."""
+    """Functions that build a pool's slot spaces on a device, and the tokens of a host page. A recurrent state is a
+    complete page."""
 
     build: Callable[[str], tuple[SlotSpace, ...]]
     host_page: int
@@ -85,7 +86,8 @@ LAYOUTS = {
 
 
 class Watch:
-    """Comparisons of a forward. On CUDA they are read later: the host must not wait for the device."""
+    """The results of the comparisons in a forward. On CUDA the results are read later, because the host must not wait
+    for the device."""
 
     def __init__(self, on_cuda: bool) -> None:
         self._pending: list[tuple[torch.Tensor, str]] = []
@@ -97,7 +99,7 @@ class Watch:
             self.settle()
 
     def settle(self) -> None:
-        """Raise unless all was equal. Waits for the device."""
+        """Raise if any comparison found a difference. Waits for the device."""
         if self._pending:
             differs = torch.stack([flag for flag, _ in self._pending]).tolist()
             wrong = [what for (_, what), flag in zip(self._pending, differs, strict=True) if flag]
@@ -107,7 +109,8 @@ class Watch:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where contents lie on the device: int64 tensors there. `blocks`: device pages, `slots`: all of their slots."""
+    """The locations of contents on the device, as int64 tensors there. `blocks`: device pages, `slots`: all of their
+    slots."""
 
     contents: torch.Tensor
     blocks: torch.Tensor
@@ -115,7 +118,8 @@ class Spot:
 
 
 class HostPages(NamedTuple):
-    """Of some contents, int64 `[pages]`: their host pages, and second ones, 0 for those without."""
+    """The host pages of some contents, int64 `[pages]`. `rest`: the second host page of each content, 0 if it has
+    none."""
 
     pages: torch.Tensor
     rest: torch.Tensor
@@ -144,28 +148,29 @@ class Tier:
         self.host = HostPagePool(
             space.layout, page_tokens, (ON_HOST + 1) * page_bytes, pin=self.on_cuda, page_bytes=page_bytes
         )
-        self.host.arena.rows_per_chunk = 5  # as if memory had been pinned in many pieces, which no copy may cross
+        self.host.arena.rows_per_chunk = 5  # as if memory were pinned in pieces, which no copy may cross
         backend, self.counter = build_transfer(config, space, self.host, packer)
         assert backend is not None
         self.backend: TransferBackend = backend
-        self.host.bytes_of.zero_()  # the backend may have tried the link out on it
+        self.host.bytes_of.zero_()  # the backend may have measured the link with these pages
         self.rows = [
             [buffer.flatten(1).view(torch.uint8) for buffer in space.layer_buffers(layer)]
             for layer in space.layout.layers
         ]
-        self.on_device = np.full((space.num_slots // self.block_tokens, 2), (ZEROS, 0))  # content, part of its page
+        self.on_device = np.full((space.num_slots // self.block_tokens, 2), (ZEROS, 0))  # content, part of the page
         self.on_host = np.full(ON_HOST + 1, ZEROS)
         self.free = np.arange(len(self.on_device)) > 0  # block 0 is the sink
         self._fill_bank()
 
     def _make_pages(self) -> torch.Tensor:
-        """`pages`: [contents, page_bytes] as the host has them. Returns them in host order, not packed."""
+        """Set `pages` to the host pages of all contents, `[contents, page_bytes]`. Returns the raw bytes of all
+        contents in host order."""
         shape = (NUM_CONTENTS, self.space.layout.page_bytes(self.page_tokens))
         self.pages = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(9))
         return self.pages
 
     def _fill_bank(self) -> None:
-        """`bank[layer][buffer]`: [contents, rows, row_bytes]."""
+        """Set `bank[layer][buffer]` to the rows of all contents: [contents, rows, row_bytes]."""
         layout, pages = self.space.layout, self._make_pages()
         self.bank: list[list[torch.Tensor]] = []
         start = 0
@@ -181,30 +186,30 @@ class Tier:
     # Host pages
 
     def num_pool_pages(self, contents: Ids) -> int:
-        """Host pages that they take."""
+        """The number of host pages that these contents take."""
         return len(contents)
 
     def divide(self, pool_pages: torch.Tensor, contents: Ids) -> HostPages:
-        """Host pages `pool_pages` for `contents`."""
+        """Assign the host pages `pool_pages` to `contents`."""
         return HostPages(pool_pages, torch.zeros_like(pool_pages))
 
     def store(self, slots: torch.Tensor, at: HostPages) -> TransferOp:
         return self.backend.store(slots, at.pages)
 
     def stored(self, op: TransferOp, at: HostPages, contents: Ids) -> None:
-        """A store has ended well: from now on the truth about host pages is `contents`."""
+        """Record that a store has succeeded: the host pages `at` hold `contents`."""
         self.on_host[at.pages.numpy()] = contents
 
     def host_differs(self, pool_pages: torch.Tensor, contents: torch.Tensor) -> torch.Tensor:
-        """Which host pages do not hold these contents: bool `[pool_pages]`."""
+        """Whether each host page does not hold its content: bool `[pool_pages]`."""
         expected = self.pages[contents.clamp(min=0)]
         expected[contents == ZEROS] = 0
         return (self.host.bytes_of[pool_pages] != expected).any(1) & (contents != UNKNOWN)
 
-    # Where things are
+    # Locations
 
     def take(self, num_pages: int, rng: np.random.Generator) -> Ids:
-        """Free blocks for some pages: the first run that is long enough, or any, in any order."""
+        """Take free blocks for some pages: the first run that is long enough, or random blocks in random order."""
         count, free = num_pages * self.parts, np.flatnonzero(self.free)
         starts = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
         contiguous = len(starts) > 0 and rng.random() < 0.5
@@ -214,7 +219,7 @@ class Tier:
         return blocks
 
     def available(self) -> int:
-        """Pages that free blocks would hold."""
+        """The number of pages that fit in the free blocks."""
         return int(self.free.sum()) // self.parts
 
     def spot(self, blocks: Ids, contents: Ids) -> Spot:
@@ -222,16 +227,16 @@ class Tier:
         return Spot(self._upload(contents), self._upload(blocks), self._upload(slots))
 
     def slots_on_host(self, blocks: Ids) -> torch.Tensor:
-        """The slots of blocks as a scheduler that chose them itself has them."""
+        """The slots of blocks in host memory, as from a scheduler that has chosen the blocks itself."""
         return torch.from_numpy((blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1))
 
     def _upload(self, values: Ids) -> torch.Tensor:
-        """Copy to the device, after the work queued there; the host does not wait."""
+        """Copy values to the device after the work that is queued there. The host does not wait."""
         tensor = torch.from_numpy(values.astype(np.int64))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_cuda else tensor
 
     def segments(self, blocks: Ids, contents: Ids | int) -> None:
-        """From now on the truth about `blocks` is `contents`, page by page."""
+        """Record that `blocks` hold `contents`, page by page."""
         self.on_device[blocks, 0] = contents if isinstance(contents, int) else np.repeat(contents, self.parts)
         self.on_device[blocks, 1] = np.tile(np.arange(self.parts), len(blocks) // self.parts)
 
@@ -242,7 +247,7 @@ class Tier:
             rows[self._at(rows, spot)] = bank[spot.contents].flatten(0, 1)
 
     def differs(self, layer: int, spot: Spot) -> torch.Tensor:
-        """Whether any row of the layer is not what it should be: bool, 0-dimensional, on the device."""
+        """Whether any row of the layer differs from its content: bool, 0-dimensional, on the device."""
         found = [
             (rows[self._at(rows, spot)] != bank[spot.contents].flatten(0, 1)).any()
             for rows, bank in zip(self.rows[layer], self.bank[layer], strict=True)
@@ -269,8 +274,8 @@ class Tier:
 
 
 class TransferFixture:
-    """A pool of `NUM_LAYERS` layers, a host pool and the started backend between them; host pages of 16 tokens. A
-    context that closes it."""
+    """A context with a pool of `NUM_LAYERS` layers, a host pool and the started backend between them, which it closes.
+    Host pages have 16 tokens."""
 
     def __init__(self, device_name: str, heads: int, dim: int, v_dim: int, page: int, staging: int) -> None:
         device, size, host_page = torch.device(device_name), 512, 16
@@ -303,11 +308,11 @@ class TransferFixture:
             buffer.fill_(value)
 
     def warm_up(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
-        """Both ways once, so that nothing is compiled while a test holds the device."""
+        """Copy in both directions once, so that nothing is compiled while a test holds the device."""
         self.backend.store(slots, pages).wait()
         self.load(pages, slots)[1].wait()
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor) -> tuple[int, TransferOp]:
-        """Submit a load; its id and the operation."""
+        """Submit a load. Returns the id of the load and the operation."""
         load_id = self.counter.begin()
         return load_id, self.backend.load(pages, slots, load_id)

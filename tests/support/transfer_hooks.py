@@ -1,4 +1,5 @@
-"""How tests steer transfers: hooks at each move of rows, copies made late, a stream that is held, methods of copies."""
+"""Tools with which tests control transfers: hooks at each move of rows, delayed copies, a held stream, and chosen copy
+methods."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from hicache.transfer.plan import CopyCost, LinkDirection, Method, Plan, Shape, 
 
 @dataclass(frozen=True)
 class Move:
-    """A call that moves rows of a pool: up to the device or down from it, of which pool, from which layer on."""
+    """A call that moves rows of a pool: its direction, the size of the pool's rows, and the first layer that it
+    moves."""
 
     up: bool
     num_layers: int
@@ -33,12 +35,12 @@ class Move:
 
     @property
     def lane(self) -> str:
-        """The direction and the pool: moves of one lane come in the order in which their copies were submitted."""
+        """The direction and the pool. Moves of one lane run in the order in which their copies were submitted."""
         return f"{self.up} {self.num_layers} {self.layer_bytes}"
 
 
 def at_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Move], object]) -> None:
-    """Call `hook` ahead of whatever moves rows of a pool for a backend, on the thread that does."""
+    """Call `hook` before each call that moves rows of a pool for a backend, on the thread of that call."""
     moves = (
         (PageMover, "gather"), (PageMover, "scatter"), (PagePacker, "gather"), (PagePacker, "scatter"),
         (ZeroCopyMover, "load"), (ZeroCopyMover, "store"),
@@ -64,12 +66,12 @@ def at_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Move], object]
 
 
 def before_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], object]) -> None:
-    """The same for a hook that treats all alike."""
+    """Call `hook` before each call that moves rows of a pool, without telling it which one."""
     at_each_move(monkeypatch, lambda move: hook())
 
 
 class Lanes:
-    """Random numbers by lane, so that what one lane draws does not depend on how far another has got."""
+    """Random numbers for each lane, so that the numbers of one lane do not depend on the progress of another lane."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._lock = seed, threading.Lock()
@@ -81,16 +83,17 @@ class Lanes:
 
 
 class CopiesWhenNeeded:
-    """On the CPU, a layer is copied only when a consumer waits for it, or when a caller waits for the end of its copy
-    or of a later copy of its thread. So a consumer that does not wait always reads too early."""
+    """Delay the copies of layers on the CPU. A layer is copied only when a consumer waits for it, or when a caller
+    waits for the end of its copy or of a later copy of the same thread. So a consumer that does not wait always reads
+    too early."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._changed, self._running = threading.Condition(), threading.local()
         self._of_worker: dict[cpu.Worker, list[cpu.CpuOp]] = {}
-        self._begun: CpuLayerEvents | None = None  # of the load that is about to be submitted
+        self._begun: CpuLayerEvents | None = None  # events of the load that is about to be submitted
         self._loads: dict[CpuLayerEvents, cpu.CpuOp] = {}
         self._ended: set[cpu.CpuOp] = set()  # copies whose end a caller waits for
-        self._layer: dict[cpu.CpuOp, int] = {}  # the last layer that a consumer waits for
+        self._layer: dict[cpu.CpuOp, int] = {}  # the last layer for which a consumer waits
         at_each_move(monkeypatch, self._hold)
         run, put, close = cpu.CpuOp.run, cpu.Worker.put, cpu.Worker.close
         end, wait, load = cpu.CpuOp.wait, CpuLayerEvents.wait, cpu.CpuTransfer.load
@@ -166,11 +169,11 @@ class CopiesWhenNeeded:
 
 
 class StreamGate:
-    """Holds CUDA streams until it is opened, or `timeout_s` has passed: what waits for them wrongly must not wait for
-    ever. On the device, not by a kernel that sleeps: how long the host takes does not matter."""
+    """A gate that holds CUDA streams until `open`, or until `timeout_s` has passed, so that wrong waits end too. The
+    stream waits for a flag in memory. No kernel sleeps, so the speed of the host does not matter."""
 
-    # All flags of a process, each used once, for a stream may look at one long after the gate was opened. Taken before
-    # anything is held: page-locking memory may wait for the device.
+    # All flags of a process. Each flag is used once, because a stream may read it long after the gate was opened. The
+    # flags are allocated before any gate is held, because page-locking memory may wait for the device.
     _flags: ClassVar[torch.Tensor | None] = None
     _next: ClassVar[Iterator[int]] = itertools.count()
 
@@ -184,7 +187,7 @@ class StreamGate:
         self._timer.start()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Make work queued on `stream` from now on wait for the gate."""
+        """Make all work that is queued on `stream` from now on wait for the gate."""
         wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
         wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         assert wait(stream.cuda_stream, self._flag.data_ptr(), 1, 0) == 0, "the driver has no waits on memory"
@@ -198,8 +201,8 @@ class StreamGate:
 
 
 def force_methods(monkeypatch: pytest.MonkeyPatch, methods: Sequence[Method]) -> None:
-    """On CUDA, copies use these methods, at random, whatever they cost. Where slots are no runs, and down, strided
-    copies stand in for unstaged ones, and for all that packed pages cannot go by."""
+    """Make copies on CUDA use a random one of these methods, whatever it costs. If slots are not contiguous, or for
+    copies to the host, "strided" replaces "unstaged". "strided" also replaces methods that packed pages cannot use."""
     lanes, never = Lanes(2), CopyCost(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
     if torch.cuda.is_available():
         methods = [method for method in methods if method != "batched" or can_batch()]

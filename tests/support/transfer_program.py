@@ -1,6 +1,6 @@
 """A program that moves pages at random between a small device tier and a small host tier, and knows every byte.
 
-    complete  before every step: wait for a random number of the oldest loads and stores, and check their results
+    complete  before every step: wait for a random number of the oldest loads and stores; check their results
     serve     load entries that only the host has; a forward reads each layer when it has arrived, and entries on the
               device, and writes a new entry, whose backup is submitted at once
     load      without a reader          demote     drop an idle entry from one of the tiers
@@ -8,8 +8,8 @@
 
 Only the seed determines the operations and their order: the number of completed operations is drawn, independent of a
 clock, and no other code asks whether a copy has ended. Slots and host pages are reused as soon as the operations that
-used them have completed. On CUDA sleeping kernels delay the writes of a forward, or of a load's predecessor, so that
-work that does not wait for them reads too early. The same seed is the same program on either device.
+used them have completed. On CUDA sleeping kernels delay the writes of a forward, and the poison before a load, so that
+work that does not wait for them reads too early. A seed gives the same program on both devices.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from hicache.transfer.counter import NUM_PRODUCERS
 from packed_tier import PackedTier
 from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, HostPages, Ids, Layout, Spot, Tier, Watch
 
-LARGE = 17  # pages, more than the smallest staging buffers hold
+LARGE = 17  # pages of a large entry, more than the smallest staging buffers hold
 SIZES = (1, 1, 2, 3, 5, 7, 11, LARGE)
-COMPLETES = 0.45  # the chance that one more operation of a kind completes before a step
+COMPLETES = 0.45  # probability that one more operation of a kind completes before a step
 
 
 @dataclass(eq=False)
 class Entry:
-    """Pages that are written, moved and read together: `contents` [n], and by tier its blocks and its host pages.
+    """Pages that are written, moved and read together. `contents`: their numbers, int64 [n]. `blocks`, `pages`: for
+    each tier, the device blocks and the host pages.
 
-    `blocks` and `pages` are None where there is no copy; a page that a store still writes is in `writing`.
+    `blocks` is None if the device has no copy, `pages` if the host has none. `writing`: host pages that a store still
+    writes.
     """
 
     contents: Ids
@@ -47,7 +49,7 @@ class Entry:
     stores: list[TransferOp] = field(default_factory=list)
     loads: list[TransferOp] = field(default_factory=list)
     load_ids: list[int] = field(default_factory=list)
-    was_read: bool = False  # read by a forward without an error, since the load
+    was_read: bool = False  # a forward has read the entry without an error since its load
 
     @property
     def idle(self) -> bool:
@@ -55,7 +57,7 @@ class Entry:
 
 
 class Program:
-    """See the module. `counts` say what happened. `tolerant`: copies may fail."""
+    """One random program. `counts`: how often each event happened. `tolerant`: copies may fail."""
 
     def __init__(
         self, layout: Layout, device: str, seed: int, *, staging_bytes: int = 1 << 16, tolerant: bool = False
@@ -73,7 +75,7 @@ class Program:
         )
         self.entries: list[Entry] = []
         self.lanes: dict[tuple[int, str], deque[TransferOp]] = {}
-        self.flights: dict[str, deque[Entry]] = {"load": deque(), "store": deque()}  # submitted and not completed
+        self.flights: dict[str, deque[Entry]] = {"load": deque(), "store": deque()}  # operations in flight
         self.counts: Counter[str] = Counter()
         self.tolerant, self.on_cuda = tolerant, device == "cuda"
         self.watch = Watch(self.on_cuda)
@@ -85,7 +87,7 @@ class Program:
             torch.cuda.synchronize()
 
     def run(self, steps: int) -> None:
-        """`steps` random actions, each after some operations have completed; then an audit."""
+        """Run `steps` random actions, each after some operations have completed; then an audit."""
         actions: list[tuple[float, Callable[[], None]]] = [
             (0.60, self.serve), (0.14, self.load_one), (0.16, self.demote), (0.07, self.backup_one), (0.03, self.audit),
         ]  # fmt: skip
@@ -99,7 +101,7 @@ class Program:
         self.audit()
 
     def close(self) -> None:
-        """Finish what was submitted, as the backends promise; then give the memory back."""
+        """Finish all submitted operations, as the backends promise; then free the memory."""
         for tier in self.tiers:
             tier.backend.close()
         for tier in self.tiers:
@@ -134,7 +136,7 @@ class Program:
                 self._leave_host(entry)
 
     def audit(self) -> None:
-        """Wait for everything, and compare everything."""
+        """Wait for all operations, and compare all rows and pages."""
         for kind, entries in self.flights.items():
             while entries:
                 self.complete(kind)
@@ -152,7 +154,8 @@ class Program:
     # Movements
 
     def load(self, entry: Entry, keep: Sequence[Entry]) -> bool:
-        """Submit the load of an entry to poisoned slots; False where a tier is full or its loads are."""
+        """Submit the load of an entry to poisoned slots. False if a tier has no free slots, or too many loads are in
+        flight."""
         if len(self.flights["load"]) == NUM_PRODUCERS:
             self.counts["refused"] += 1
             return False
@@ -171,7 +174,7 @@ class Program:
         return True
 
     def backup(self, entry: Entry, keep: Sequence[Entry]) -> None:
-        """Submit the store of an entry on the stream that may still be writing it, where the host has capacity."""
+        """Submit the store of an entry on the stream that may still be writing it, if the host has free pages."""
         if not self._available_on_host(entry.contents, [entry, *keep]):
             return
         assert entry.blocks is not None
@@ -188,13 +191,13 @@ class Program:
         self.flights["store"].append(entry)
 
     def _slots(self, tier: Tier, blocks: Ids) -> torch.Tensor:
-        """Most often where the host knows them, else on the device."""
+        """The slots of blocks: mostly in host memory, else on the device."""
         on_host = self.rng.random() < 0.7
         return tier.slots_on_host(blocks) if on_host else tier.spot(blocks, blocks).slots
 
     def forward(self, read: Sequence[Entry], new: Entry | None) -> bool:
-        """Read entries, whatever of them is still being loaded, and write `new`. False: it was told that a load
-        failed."""
+        """Read entries, some of which may still be loading, and write `new`. False if the forward raised because a load
+        had failed."""
         self._slow()
         self.counts["overlaps"] += any(entry.loads for entry in read)
         spots: list[list[Spot]] = []
@@ -223,16 +226,16 @@ class Program:
         return True
 
     def complete_some(self) -> None:
-        """Complete the oldest loads and the oldest stores, a random number of each."""
+        """Complete a random number of the oldest loads, and of the oldest stores."""
         for kind, entries in self.flights.items():
             while entries and self.rng.random() < COMPLETES:
                 self.complete(kind)
 
     def complete(self, kind: str) -> None:
-        """Wait for the oldest load or store, and look at what it left."""
+        """Wait for the oldest load or store, and check the bytes that it wrote."""
         entry = self.flights[kind].popleft()
         for (t, other), ops in self.lanes.items():
-            done = [op.done() for op in reversed(ops)]  # newest first: an older one must have ended before
+            done = [op.done() for op in reversed(ops)]  # newest first: if an operation has ended, all older ones have
             assert done == sorted(done), f"{other}s of tier {t} ended out of order"
         for op in entry.loads if kind == "load" else entry.stores:
             if not op.done():
@@ -268,7 +271,7 @@ class Program:
             assert not entry.was_read, "a forward was not told that a load it consumed had failed"
             for tier, load_id in zip(self.tiers, entry.load_ids, strict=True):
                 tier.counter.forget(load_id)
-            if self.side is not None:  # its poison may still be on the way
+            if self.side is not None:  # the poison may still be queued on the side stream
                 torch.cuda.current_stream().wait_stream(self.side)
             self._leave_device(entry)
 
@@ -297,7 +300,7 @@ class Program:
         return entry
 
     def _available_on_device(self, num_pages: int, keep: Sequence[Entry]) -> bool:
-        """Evict idle entries, except `keep`, until `num_pages` pages are free; whether that succeeded."""
+        """Evict idle entries, except `keep`, until `num_pages` pages are free. Returns whether that succeeded."""
         while any(tier.available() < num_pages for tier in self.tiers):
             victims = [e for e in self._entries(resident=True) if e.idle and e not in keep]
             if not victims:
@@ -332,7 +335,7 @@ class Program:
             self.entries.remove(entry)
 
     def _poison(self, entry: Entry) -> None:
-        """Write poison to the slots of a load, late, just before the load."""
+        """Write poison to the slots of a load, after a delay, just before the load."""
         self._slow()
         for tier, blocks in zip(self.tiers, entry.blocks or [], strict=True):
             spot = tier.spot(blocks, np.full(len(entry.contents), POISON))
@@ -353,7 +356,8 @@ class Program:
         return not errors
 
     def _refused(self, read: Sequence[Entry], new: Entry | None, error: TransferError) -> None:
-        """Handle a forward's TransferError: assert that one of its loads failed, and drop the entry that it wrote."""
+        """Handle the TransferError of a forward: assert that one of its loads failed, and drop the entry that the
+        forward wrote."""
         for entry in read:
             for op in entry.loads:
                 op.wait()
@@ -370,8 +374,8 @@ class Program:
 
     @contextlib.contextmanager
     def _submitting(self, entry: Entry) -> Iterator[None]:
-        """Poison the slots of a load, and make the stream current on which it is submitted: the forwards' stream, or
-        one that waits for it."""
+        """Poison the slots of a load. Within this context the current stream is the one for the load: the stream of the
+        forwards, or a stream that waits for it."""
         concurrent = self.rng.random() < 0.5
         if self.side is None or not concurrent:
             self._poison(entry)

@@ -1,21 +1,25 @@
-"""Servers of vLLM on nodes of their own, as processes of this machine: each with its disk, over a shared store.
+"""Servers of vLLM on several simulated nodes: each is a process of this machine with its own disk, and all share a
+store.
 
-The environments of `.ci/servers` lie in one folder, so a test in one of them can start a server of another one.
+The environments of `.ci/servers` are in one folder, so a test in one environment can start a server of another one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 SUPPORT = Path(__file__).resolve().parent
 EXAMPLES = SUPPORT.parents[1] / "examples" / "vllm"
-# The environment of 0.33 has the sources of vLLM alone; the compiled parts for CPUs are those of 0.32, whose operations
-# have the same signatures.
+# The environment of vLLM 0.33 has only the sources of vLLM. So servers of 0.33 use the compiled CPU code of 0.32, whose
+# operations have the same signatures.
 _SERVE = """
 import runpy, sys, vllm
 vllm.__path__ += sys.argv[2:]
@@ -26,7 +30,7 @@ CACHED = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 def environment_of(name: str) -> Path | None:
-    """The Python of an environment, like "vllm-0.32"; None if it is not there."""
+    """The Python of an environment, like "vllm-0.32"; None if the environment does not exist."""
     folder = Path(sys.prefix).parent
     found = sorted(path for path in folder.glob(f"{name}-*") if (path / ".done").exists())
     return found[-1] / "bin" / "python" if found else None
@@ -45,8 +49,8 @@ def write_model(python: Path, folder: Path) -> Path:
 
 
 class Node:
-    """A server that runs some `steps` of `vllm_server` and ends. `python`: of its environment. `disk`: the settings of
-    its tier. Its prompts are the same on all nodes."""
+    """A server that runs some `steps` of `vllm_server` and ends. `python`: the Python of its environment. `disk`: the
+    settings of its tier. All nodes have the same prompts."""
 
     def __init__(self, python: Path, model: Path, disk: dict[str, Any], steps: list[str], **more: Any) -> None:
         tier = {"type": "RecordingTier", "module_path": "vllm_server", "prefill_tokens_per_s": 0, "budget": "256MB"}
@@ -81,8 +85,8 @@ class Node:
         self.process.stdin = None
 
     def result(self) -> Result:
-        """Wait for the end, and check that no request failed and each loaded chunk had bytes with which it was
-        stored."""
+        """Wait for the end of the server. Check that no request failed, and that each loaded chunk has bytes with which
+        it was stored."""
         printed, _ = self.process.communicate()
         self._log.seek(0)
         log = self._log.read()
@@ -97,7 +101,8 @@ class Node:
 
 
 class Result:
-    """`cached`: by run, the cached tokens of each prompt. `outputs`: of each prompt, equal in all runs."""
+    """The results of a server. `cached`: by run, the cached tokens of each prompt. `outputs`: of each prompt, equal in
+    all runs."""
 
     def __init__(self, printed: dict[str, Any], log: str) -> None:
         self.cached = [[cached for cached, _ in run] for run in printed["runs"]]
@@ -108,3 +113,22 @@ class Result:
         self.stored: dict[str, list[str]] = printed["stored"][0]
         self.given: dict[str, list[str]] = printed["given"][0]
         self.log = log
+
+
+@contextlib.contextmanager
+def repeated(fault: Callable[[], object], pause_s: float) -> Iterator[None]:
+    """Call `fault` in a thread again and again, with a pause after each call, until the block ends."""
+    ended = threading.Event()
+
+    def apply() -> None:
+        while not ended.is_set():
+            fault()
+            ended.wait(pause_s)
+
+    thread = threading.Thread(target=apply)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

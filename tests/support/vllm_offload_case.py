@@ -1,6 +1,6 @@
 """Both sides of vLLM's offloading, scheduler and worker, in one process and without an engine.
 
-Specs, managers and types are vLLM's own and ours; the requests are made up."""
+Specs, managers and types are those of vLLM and hicache; the requests are made up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class Cache:
-    """`groups[g]`: the tensors, by index into `widths` (bytes of a block), that cache group g uses."""
+    """The shape of a KV cache. `groups[g]`: the tensors that cache group g uses, by index into `widths` (bytes of a
+    block)."""
 
     num_blocks: int = 64
     widths: tuple[int, ...] = (2048, 2048, 2048)
@@ -45,7 +46,7 @@ class Cache:
         return -(-sum(self.widths) * self.blocks_per_chunk // 4096) * 4096
 
     def on(self, device: str) -> CanonicalKVCaches:
-        """Of a worker."""
+        """The zeroed tensors of a worker on `device`."""
         tensors = [torch.zeros(self.num_blocks, width, dtype=torch.int8, device=device) for width in self.widths]
         return CanonicalKVCaches(
             [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors],
@@ -54,7 +55,7 @@ class Cache:
 
 
 def offloading_config(cache: Cache, extra: dict[str, Any]) -> OffloadingConfig:
-    """As vLLM makes it for one worker; every call is another engine."""
+    """The configuration that vLLM makes for one worker. Every call has a new engine id."""
     groups = (
         OffloadingGroupConfig(BLOCK_TOKENS, tuple(f"layers.{g}.{i}.attn" for i in tensors), g)
         for g, tensors in enumerate(cache.groups)
@@ -89,11 +90,11 @@ class Engine:
         return context
 
     def step(self) -> None:
-        """The end of a scheduler's step."""
+        """End a step of the scheduler."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def settle(self) -> None:
-        """Steps until nothing is under way between CPU and disk."""
+        """Run steps until no job is in flight between CPU and disk."""
 
         def is_settled() -> bool:
             self.step()
@@ -102,7 +103,7 @@ class Engine:
         eventually(is_settled)
 
     def write(self, block: int, content: int, group: int = 0, *, is_random: bool = False) -> None:
-        """Fill a block with bytes that belong to `content` and nothing else."""
+        """Fill a block with bytes that only `content` has."""
         for i in self.cache.groups[group]:
             self.tensors[i][block] = block_bytes(content, i, self.cache.widths[i], is_random).to(self.tensors[i].device)
 
@@ -113,7 +114,7 @@ class Engine:
         )
 
     def has(self, keys: Sequence[Any], context: ReqContext) -> bool:
-        """Whether all keys are in the CPU tier in the end: look up all in each step until the results are final."""
+        """Whether all keys reach the CPU tier: look up all of them in each step until the results are final."""
         place(keys, context, BLOCK_TOKENS * self.cache.blocks_per_chunk)
 
         def results() -> set[LookupResult] | None:
@@ -123,7 +124,8 @@ class Engine:
         return eventually(results) == {LookupResult.HIT}
 
     def store(self, keys: Sequence[Any], blocks: Sequence[int], group: int = 0) -> list[Any]:
-        """Store chunk i from the blocks [i * blocks_per_chunk, (i + 1) * blocks_per_chunk). Which keys were taken."""
+        """Store chunk i from the blocks [i * blocks_per_chunk, (i + 1) * blocks_per_chunk). Returns the keys that the
+        manager accepted."""
         context, per_chunk = self.request(), self.cache.blocks_per_chunk
         output = self.manager.prepare_store(keys, context)
         stored = [] if output is None else output.keys_to_store
@@ -137,7 +139,7 @@ class Engine:
         return list(stored)
 
     def load(self, keys: Sequence[Any], blocks: Sequence[int], group: int = 0) -> bool:
-        """Look all keys up and, if all are found, load them. Whether that is so."""
+        """Look all keys up and, if all are found, load them. Returns whether all were found."""
         context = self.request()
         found = self.has(keys, context)
         if found:
@@ -148,14 +150,15 @@ class Engine:
         return found
 
     def finish(self, num_jobs: int) -> list[int]:
-        """Wait for `num_jobs` jobs of the worker, which must all succeed; returns them in the order of their ends."""
+        """Wait for `num_jobs` jobs of the worker, which must all succeed. Returns the numbers of the jobs in the order
+        in which they ended."""
         done: list[TransferResult] = []
         eventually(lambda: done.extend(self.worker.get_finished()) or len(done) >= num_jobs)
         assert all(result.success and result.transfer_size for result in done)
         return [result.job_id for result in done]
 
     def reset(self) -> None:
-        """Empty the CPU tier, as `reset_prefix_cache` with `reset_connector` does. Nothing may be under way."""
+        """Empty the CPU tier, as `reset_prefix_cache` with `reset_connector` does. No job may be in flight."""
         self.settle()
         self.manager.reset_cache()
         flushed = getattr(self.manager, "on_reset_flushed", None)  # new in vLLM 0.33
@@ -183,7 +186,7 @@ class Engine:
 
 
 def block_bytes(content: int, tensor: int, num_bytes: int, is_random: bool = False) -> torch.Tensor:
-    """Numbers in bfloat16, which fit when packed; `is_random`: random bits, which do not."""
+    """Bytes of a block: numbers in bfloat16, which fit when packed. `is_random`: random bits, which do not fit."""
     generator = torch.Generator().manual_seed(content * 64 + tensor)
     if is_random:
         return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
@@ -192,7 +195,7 @@ def block_bytes(content: int, tensor: int, num_bytes: int, is_random: bool = Fal
 
 @contextlib.contextmanager
 def engines_on(device: str) -> Iterator[Callable[[Cache, dict[str, Any]], Engine]]:
-    """Makes engines that are closed in the end."""
+    """A function that makes engines on `device`. All engines are closed at the end."""
     with contextlib.ExitStack() as made:
 
         def make(cache: Cache, settings: dict[str, Any]) -> Engine:

@@ -1,13 +1,14 @@
-"""vLLM's own scheduler and connector over our offloading, and a worker that computes numbers instead of a model.
+"""vLLM's own scheduler and connector over hicache's offloading, with a worker that computes numbers instead of a model.
 
 The keys and values of a token are one number, which depends on the numbers of all earlier tokens in the blocks of its
-request. So a block that was not computed, or that belongs to another request, changes each later number and the answer.
+request. So if a block was not computed, or belongs to another request, each later number and the answer change.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import time
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -26,13 +27,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_TOKENS = 32
 VOCABULARY = 500
+_ALL = 1 << 30  # window of full attention
 CHUNK_BYTES = 2 * 2 * BLOCK_TOKENS * 32 * 4  # keys and values of 2 heads of 32 elements in float32
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,44 +48,48 @@ _MODEL = {
 }
 
 
-def answer_to(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The answer without any cache."""
-    total, value, tokens = 0, 0, list(prompt)
+def answer_to(prompt: Sequence[int], num_tokens: int, window: int = _ALL) -> list[int]:
+    """The answer to a prompt without any cache. `window`: tokens of the sliding window."""
+    total, values, tokens = 0, list[int](), list(prompt)
     for position in range(len(prompt) + num_tokens - 1):
         value = _value(total, tokens[position])
-        total += value
+        values.append(value)
+        total += value - (values[position - window + 1] if position >= window - 1 else 0)
         if position >= len(prompt) - 1:
             tokens.append(value % VOCABULARY)
     return tokens[len(prompt) :]
 
 
 def _value(total: int, token: int) -> int:
-    """Of a token, behind tokens whose values have this sum."""
+    """The number of a token; `total` is the sum of the numbers of all tokens before it that are in its window."""
     return zlib.crc32(b"%d,%d" % (total, token))
 
 
 class Worker:
-    """Copies and computes in the order of vLLM's worker. `blocks[b]`: the numbers of a block of the device. `rows`: the
-    memory of the CPU tier, int64 `[chunks, ...]`, which begins with the numbers of a chunk. `num_stored`, `num_loaded`:
-    blocks."""
+    """A worker that copies and computes in the order of vLLM's worker. `blocks[b]`: the numbers of a block of the
+    device. `rows`: the memory of the CPU tier, int64 `[chunks, ...]`, which begins with the numbers of a chunk.
+    `num_stored`, `num_loaded`: numbers of blocks."""
 
-    def __init__(self, rows: npt.NDArray[np.int64], blocks_per_chunk: int) -> None:
+    def __init__(self, rows: npt.NDArray[np.int64], blocks_per_chunk: int, window: int) -> None:
+        self._window = window
         self.blocks = defaultdict[int, list[int]](lambda: [0] * BLOCK_TOKENS)
         self.rows = rows[:, : blocks_per_chunk * BLOCK_TOKENS].reshape(len(rows), blocks_per_chunk, BLOCK_TOKENS)
         self._blocks_per_chunk = blocks_per_chunk
         self.num_stored = 0
         self.num_loaded = 0
-        self._stores = list[tuple[int, Any]]()  # made by the last step; their copies begin in the next one
+        self._stores = list[tuple[int, Any]]()  # stores that the last step made; their copies begin in the next step
 
     def run(self, output: SchedulerOutput, requests: dict[str, tuple[list[int], list[int], int]]) -> ModelRunnerOutput:
-        """One step. `requests`: the tokens of each, its blocks and the tokens that are computed before the step."""
+        """Run one step. `requests`: for each request its tokens, its blocks, and how many tokens are computed before
+        the step."""
         metadata = output.kv_connector_metadata
         flushed = [(job, metadata.store_jobs.pop(job)) for job in metadata.jobs_to_flush if job in metadata.store_jobs]
         stores, self._stores = [*self._stores, *flushed], list(metadata.store_jobs.items())
         for _, job in stores:
             blocks, size = job.src_spec.block_ids, self._blocks_per_chunk
-            for n, row in enumerate(job.dst_spec.chunk_ids):
-                self.rows[row] = [self.blocks[block] for block in blocks[n * size : (n + 1) * size]]
+            first = job.src_spec.block_indices[0] % size
+            for n, block in enumerate(blocks, first):
+                self.rows[job.dst_spec.chunk_ids[n // size], n % size] = self.blocks[block]
             self.num_stored += len(blocks)
         for job in metadata.load_jobs.values():
             stored = self.rows[job.src_spec.chunk_ids].reshape(-1, BLOCK_TOKENS)
@@ -104,19 +110,23 @@ class Worker:
         )
 
     def _compute(self, tokens: list[int], blocks: list[int], start: int, num: int) -> list[int]:
-        """Returns the next token if all of the request's tokens are computed."""
-        value, total = 0, sum(self.blocks[blocks[at // BLOCK_TOKENS]][at % BLOCK_TOKENS] for at in range(start))
+        """Compute the tokens; returns the next token if all of the request's tokens are computed."""
+
+        def number(at: int) -> int:
+            return self.blocks[blocks[at // BLOCK_TOKENS]][at % BLOCK_TOKENS]
+
+        value, total = 0, sum(map(number, range(max(0, start - self._window + 1), start)))
         for at in range(start, start + num):
             value = _value(total, tokens[at])
             self.blocks[blocks[at // BLOCK_TOKENS]][at % BLOCK_TOKENS] = value
-            total += value
+            total += value - (number(at - self._window + 1) if at >= self._window - 1 else 0)
         return [value % VOCABULARY] if start + num == len(tokens) else []
 
 
 class Engine:
-    """`answers`: the tokens of each request so far. `preempted`: how often each was. `num_cached`: tokens of prompts
-    that were not computed. `is_async`: a step is scheduled while the one before it runs. `connector`: vLLM's or
-    hicache's, whose scheduler's side is the attribute."""
+    """`answers`: the tokens of each request so far. `preempted`: how often each request was preempted. `num_cached`:
+    prompt tokens that were not computed. `is_async`: the scheduler schedules a step while the previous one runs.
+    `connector`: the scheduler side of vLLM's connector or of hicache's. `window`: tokens of the sliding window."""
 
     def __init__(
         self,
@@ -126,6 +136,7 @@ class Engine:
         is_async: bool,
         num_blocks: int,
         connector: str = "OffloadingConnector",
+        window: int = _ALL,
         **arguments: Any,
     ) -> None:
         (folder / "config.json").write_text(json.dumps(_MODEL))
@@ -146,7 +157,9 @@ class Engine:
             **{"enable_prefix_caching": True, **arguments},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
-        attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        shape: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        is_full = window == _ALL
+        attention = FullAttentionSpec(**shape) if is_full else SlidingWindowSpec(**shape, sliding_window=window)
         cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], attention)])
         cache.hash_block_size = BLOCK_TOKENS
         init_none_hash(sha256)
@@ -156,12 +169,13 @@ class Engine:
         )
         self.connector = self.scheduler.connector.connector_scheduler
         rows = np.asarray(self.connector.manager.primary_tier.get_kv_memoryview()).view(np.int64)
-        self.worker = Worker(rows, self.connector.config.blocks_per_chunk)
+        self.worker = Worker(rows, self.connector.config.blocks_per_chunk, window)
         self._is_closed = False
         self._is_async, self._arrivals = is_async, itertools.count()
         self.answers = dict[str, list[int]]()
         self.preempted = Counter[str]()
         self.num_cached = 0
+        self._has_computed = False  # in the last step
         self._running = deque[tuple[SchedulerOutput, ModelRunnerOutput]]()
 
     def ask(
@@ -186,6 +200,7 @@ class Engine:
 
     def step(self) -> None:
         output = self.scheduler.schedule()
+        self._has_computed = output.total_num_scheduled_tokens > 0
         self.preempted.update(output.preempted_req_ids or ())
         self._running.append(
             (output, self.worker.run(output, {n: self._state(n, output) for n in output.num_scheduled_tokens}))
@@ -194,15 +209,18 @@ class Engine:
             self._update()
 
     def finish(self) -> None:
-        """Steps until there is nothing to do, not even a copy."""
+        """Step until there is nothing to do, not even a copy. After a step that computes nothing it pauses, as vLLM's
+        engine core does, so that the threads of a store can take the interpreter."""
         while self.scheduler.has_requests():
             self.step()
+            if not self._has_computed and self.scheduler.has_requests():
+                time.sleep(0.001)
         while self._running:
             self._update()
 
     def close(self) -> None:
-        """Finish the transfers. Idempotent. vLLM releases the memory of the CPU tier last, which fails while a view
-        of it exists."""
+        """Finish the transfers. Idempotent. vLLM releases the memory of the CPU tier last, and fails if a view of this
+        memory still exists."""
         if not self._is_closed:
             self._is_closed = True
             self.finish()

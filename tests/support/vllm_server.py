@@ -1,25 +1,26 @@
 """A vLLM that serves some prompts: python vllm_server.py, with JSON on its standard input.
 
 `{"model": folder, "extra": configuration of the connector, "steps": [...]}`; `connector`: HiCacheConnector, or vLLM's;
-`llm`: more arguments of `LLM`; `is_patient`: a remote store has two minutes for each call; `prompts`: how many;
+`llm`: more arguments of `LLM`; `is_patient`: no call of a remote store times out; `prompts`: number of prompts;
 `prompt_tokens`: their length. The steps:
 
     run            all prompts at once
     run each       one prompt after the other
-    compute each   the same without reading a cache
+    compute each   one prompt after the other, without reading a cache
     preempt        each prompt preempted by requests of higher priority
-    warm           all prompts, one after the other, without a record of it
-    others         ten other prompts of that length, one after the other, without a record of it
-    together       eight prompts at once that begin as the first one
+    warm           all prompts, one after the other; the results are not recorded
+    others         ten other prompts of that length, one after the other; the results are not recorded
+    together       eight prompts at once, which begin like the first prompt
     reset          empty the prefix cache and the CPU tier, once each `RecordingTier` has stored its chunks
     forget         empty the prefix cache
+    copy           wait until each `RecordingTier` has copied all chunks of the prompts to its remote store
     faults         the stores fail from now on
 
-The last line that it prints is JSON: for each run the cached tokens, by vLLM's count, and the output of every prompt;
-for "together" only the cached tokens; for each `RecordingTier` in this process the chunks stored and loaded, as dicts
-of their keys to the checksums of their bytes; the number of chunks that a `CopyingWorker` in this process loaded;
-vLLM's counts of preemptions and of tokens that the connector has loaded; and the tier's metrics in vLLM's registry,
-summed over their labels.
+The last line of the output is JSON: for each run the cached tokens, by vLLM's count, and the output of every prompt;
+for "together" only the cached tokens; for each `RecordingTier` in this process the chunks that it stored and loaded, as
+dicts from a chunk's key to the checksums of its bytes; the number of chunks that a `CopyingWorker` in this process
+loaded; vLLM's counts of preemptions and of tokens that the connector has loaded; and the tier's metrics in vLLM's
+registry, summed over their labels.
 
 The dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would decide on a
 token.
@@ -42,6 +43,7 @@ import xxhash
 from vllm import LLM, SamplingParams
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.metrics.reader import Histogram
 
 from hicache.bench.servers.vllm_worker import CopyingWorker
 from hicache.integrations import server_store
@@ -49,18 +51,20 @@ from hicache.integrations.vllm import HiCacheTier
 from hicache.storage import LmdbPageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
+from hicache.storage.process.shared_memory import BACKUP_NUMBERS
+from patient_stores import patient_remote
 from waiting import BOUND_S, eventually
 
 PROMPT_TOKENS = 1200
-Checksums = dict[str, list[str]]  # of a chunk's bytes, one for each time, by the hexadecimal key of the chunk
-stored: list[Checksums] = []  # by tier
+Checksums = dict[str, list[str]]  # by a chunk's key in hexadecimal: checksums of its bytes, one for each copy
+stored: list[Checksums] = []  # stored chunks, one dict for each tier
 given: list[Checksums] = []
-loaded: list[int] = []  # chunks, by load
+loaded: list[int] = []  # number of chunks of each load
 tiers: list[RecordingTier] = []
 
 
 class RecordingTier(HiCacheTier):
-    """Records the bytes that it stores and the bytes that it returns."""
+    """A tier that records checksums of the bytes that it stores and loads."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -73,6 +77,11 @@ class RecordingTier(HiCacheTier):
     @property
     def is_storing(self) -> bool:
         return bool(self._stores)
+
+    @property
+    def num_copied(self) -> float:
+        """The number of chunks that the store process has copied to the remote store."""
+        return self._backend.status.backup[BACKUP_NUMBERS.index("sent_pages")]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._record(self._stored, job_metadata, set(job_metadata.keys))
@@ -107,8 +116,8 @@ def record_loads() -> None:
 
 
 def inject_faults() -> None:
-    """Make every seventh call of a store fail, and lose every fifth page that it would return or store. The stores must
-    be in threads of this process."""
+    """Make every seventh call of a store fail, and lose every fifth page that it would store or return. The stores must
+    run in threads of this process."""
 
     def faulty(original: Any) -> Any:
         calls = itertools.count(1)
@@ -127,8 +136,8 @@ def inject_faults() -> None:
 
 
 def preempted(llm: LLM, number: int, prompt: Any, sampling: SamplingParams) -> tuple[int, list[int]]:
-    """Ask for the prompt with low priority. In the step that schedules its ninth part of 64 tokens, two requests with
-    high priority need a second block each, of a cache of 22 blocks."""
+    """Send the prompt with low priority. In the step that schedules the ninth chunk of 64 tokens, two requests with
+    high priority need a second block each, and the cache only has 22 blocks."""
     engine = llm.llm_engine
 
     def add(name: str, prompt: Any, sampling: SamplingParams, priority: int) -> None:
@@ -151,12 +160,11 @@ def preempted(llm: LLM, number: int, prompt: Any, sampling: SamplingParams) -> t
 
 def main(task: dict[str, Any]) -> None:
 
-    if task.get("is_patient"):  # a busy machine is no fault of a remote store
-        patient = functools.partial(ServiceSettings.of_remote, limits=Limits(io_timeout_s=BOUND_S))
-        ServiceSettings.of_remote = staticmethod(patient)  # type: ignore[method-assign, assignment]
+    if task.get("is_patient"):  # a remote store may be slow on a busy machine
+        ServiceSettings.of_remote = staticmethod(patient_remote)  # type: ignore[method-assign, assignment]
     if "faults" in task["steps"]:
         server_store.open_tier = functools.partial(server_store.open_tier, in_process=True)
-        # The threads of the stores wait for the interpreter, which vLLM's busy loop holds.
+        # Threads of the stores wait for the interpreter lock, which vLLM's busy loop holds most of the time.
         sys.setswitchinterval(1e-4)
         server_store.ServiceSettings = functools.partial(ServiceSettings, limits=Limits(io_timeout_s=BOUND_S))
     settings = {
@@ -211,7 +219,16 @@ def main(task: dict[str, Any]) -> None:
         elif step == "reset":  # a step of vLLM polls the tiers
             eventually(lambda: not any(tier.is_storing for tier in tiers) or not ask({"prompt_token_ids": [3]}))
             assert llm.reset_prefix_cache(reset_connector=True)
-        elif step == "forget":  # refused while blocks are copied, which a step of vLLM notes
+        elif step == "copy":  # a close drops the copies that take longer than a few seconds
+            length = task.get("prompt_tokens", PROMPT_TOKENS)
+            num_chunks = len(prompts) * (length // llm.llm_engine.vllm_config.cache_config.block_size)
+            eventually(
+                lambda: (
+                    all(tier.num_copied >= num_chunks for tier in tiers)  # noqa: B023
+                    or not ask({"prompt_token_ids": [3]})
+                )
+            )
+        elif step == "forget":  # vLLM refuses the reset until a step has recorded that all copies ended
             eventually(lambda: llm.reset_prefix_cache() or not ask({"prompt_token_ids": [3]}))
         else:
             inject_faults()
@@ -222,9 +239,10 @@ def main(task: dict[str, Any]) -> None:
             preemptions += metric.value
         if metric.name == "vllm:external_prefix_cache_hits":
             external += metric.value
-        if metric.name.startswith("vllm:hicache_"):
+        if metric.name.startswith("vllm:hicache_") and not isinstance(metric, Histogram):
             metrics[metric.name.removeprefix("vllm:hicache_")] += metric.value
-    # vLLM ends its workers before the tier, which finishes its stores, and by default kills both after five seconds.
+    # vLLM ends its workers before the tier. The tier then finishes its stores, but by default vLLM kills both after
+    # five seconds.
     llm.llm_engine.engine_core.shutdown(timeout=BOUND_S)
     counted = {
         "together": together,

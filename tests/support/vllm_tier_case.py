@@ -1,4 +1,4 @@
-"""vLLM's own tiering manager over its own CPU tier, with ours behind it: what its scheduler process runs."""
+"""vLLM's own tiering manager over its own CPU tier, with hicache's tier behind it, as in vLLM's scheduler process."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ def content(chunk: OffloadKey, version: int = 0) -> np.ndarray:
 
 
 def place(chunks: Sequence[OffloadKey], context: ReqContext, chunk_tokens: int = CHUNK_TOKENS) -> None:
-    """They follow each other from the beginning of the request's prompt on, as vLLM notes before it looks them up."""
+    """Give the chunks consecutive positions from the beginning of the prompt, as vLLM does before it looks chunks
+    up."""
     for end, chunk in enumerate(chunks, 1):
         context.set_offload_key_position(chunk, end * chunk_tokens)
 
 
 class Scheduler:
-    """Calls the offloading manager like vLLM's scheduler. `num_chunks` of the CPU tier. `before`: called first, with
-    the configuration, like the start of workers, which map the CPU tier before the scheduler in vLLM."""
+    """A caller of the offloading manager in the place of vLLM's scheduler. `num_chunks`: chunks of the CPU tier.
+    `before` is called first, with the configuration: in vLLM the workers start and map the CPU tier before the
+    scheduler does."""
 
     def __init__(
         self,
@@ -87,21 +89,21 @@ class Scheduler:
         self.manager.on_request_finished(context)
 
     def step(self, *scheduled: str) -> None:
-        """`scheduled`: requests of which this is the first step."""
+        """End a step. `scheduled`: requests that this step scheduled for the first time."""
         self.manager.on_schedule_end(ScheduleEndContext(scheduled, ()))
 
     def until(self, done: Callable[[], object]) -> None:
-        """Steps until that holds."""
+        """Run steps until `done` is true."""
         eventually(lambda: done() or self.step())
 
     def store(self, chunks: Sequence[OffloadKey], version: int = 0) -> None:
-        """A request computes the chunks; returns when they have left for the tiers and come to rest."""
+        """Store the chunks of a new request; returns when no store to a tier is in flight."""
         with self.request() as context:
             self.computed(chunks, context, version)
         self.until(lambda: not self.manager.has_pending_work())
 
     def computed(self, chunks: Sequence[OffloadKey], context: ReqContext, version: int = 0) -> None:
-        """The chunks of a request leave for the tiers."""
+        """Store the chunks of a request in the CPU tier, from which they are stored in the other tiers."""
         place(chunks, context)
         output = self.manager.prepare_store(chunks, context)
         assert output is not None
@@ -111,13 +113,14 @@ class Scheduler:
             self.manager.complete_store(output.keys_to_store, context)
 
     def lookup(self, chunks: Sequence[OffloadKey], context: ReqContext) -> list[bool]:
-        """Ask as often as vLLM tells its scheduler to."""
+        """Look the chunks up in each step until vLLM's results are final; returns which chunks were found."""
         found: list[bool] = []
         self.until(lambda: found.extend(self.ask(chunks, context) or ()) or found)
         return found
 
     def ask(self, chunks: Sequence[OffloadKey], context: ReqContext) -> list[bool] | None:
-        """Which chunks the request finds; None: it is to ask again in the next step."""
+        """Look the chunks up once; returns which chunks were found. None if vLLM must look them up again in the next
+        step."""
         place(chunks, context)
         found = [self.manager.lookup(chunk, context) for chunk in chunks]
         if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
@@ -125,7 +128,8 @@ class Scheduler:
         return [result is LookupResult.HIT for result in found]
 
     def load(self, chunks: Sequence[OffloadKey], version: int = 0) -> list[bool]:
-        """Which of them a request finds; their bytes are those that were stored."""
+        """Load the chunks that a new request finds, and compare their bytes with the stored ones; returns which chunks
+        were found."""
         with self.request() as context:
             found = self.lookup(chunks, context)
             held = [chunk for chunk, hit in zip(chunks, found, strict=True) if hit]
@@ -136,21 +140,23 @@ class Scheduler:
         return found
 
     def reset(self) -> None:
-        """Forget the CPU tier."""
+        """Empty the CPU tier."""
         self.manager.reset_cache()
         if hasattr(self.manager, "on_reset_flushed"):  # since 0.33
             self.manager.on_reset_flushed()
 
     def close(self) -> None:
-        """vLLM releases the memory of its CPU tier last, which a view that is left would refuse."""
+        """Close the manager. vLLM releases the memory of its CPU tier last, and fails if a view of this memory still
+        exists."""
         del self.rows
         self.manager.shutdown()
 
 
 @contextlib.contextmanager
 def scheduler(path: Path, **settings: Any) -> Iterator[Scheduler]:
-    """Settings of the tier, and of `Scheduler` by the names `num_chunks`, `extra`, and those of `OffloadingConfig`.
-    Nothing is declined, unless the speed of prefill is given: here tokens are computed in no time."""
+    """Open a `Scheduler` over a tier in `path`. `settings`: arguments of `Scheduler`, fields of `OffloadingConfig`, and
+    otherwise settings of the tier. By default the tier declines no load, because tokens are computed here in no time;
+    `prefill_tokens_per_s` changes that."""
     settings.setdefault("prefill_tokens_per_s", 0)
     names = {"num_chunks", "before", "extra", *CONFIG.__dataclass_fields__}
     own = {name: settings.pop(name) for name in names & settings.keys()}

@@ -1,4 +1,4 @@
-"""The one way to wait in tests: for a condition, with one bound, which only a defect reaches."""
+"""The only way to wait in tests: wait for a condition, with a time limit that only a defect reaches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-BOUND_S = 120.0  # a machine may be busy with anything; below pytest's own timeout
+BOUND_S = 120.0  # seconds; long enough for a busy machine, and less than pytest's own timeout
 
 
 def eventually(condition: Callable[[], T], state: Callable[[], object] | None = None) -> T:
-    """The first true value of `condition`, asked again and again.
+    """Call `condition` again and again; returns its first true value.
 
-    `state` is what the message shows where none comes, next to the last value of `condition`.
+    If the time limit passes, the message shows the last value of `condition` and the result of `state`.
     """
     end_s = time.monotonic() + BOUND_S
     pause_s = 0.0005

@@ -1,4 +1,4 @@
-"""The layer counter's contract, one suite for CPU and CUDA events."""
+"""The contract of the layer counter, in one suite for CPU and CUDA events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_counter(device: str, num_layers: int, producers: int = NUM_PRODUCERS) -
 
 
 def record(device: str, counter: LayerTransferCounter, load_id: int) -> None:
-    """A whole load has arrived."""
+    """Record every layer of a load."""
     for layer in range(counter.num_layers):
         counter.record(load_id, layer)
     if device == "cuda":
@@ -28,8 +28,8 @@ def record(device: str, counter: LayerTransferCounter, load_id: int) -> None:
 
 
 def test_finished_loads_do_not_block(device: str) -> None:
-    """Waiting returns at once for -1, for no load, for loads whose producer carries a later load, and during a load
-    that the batch does not consume."""
+    """A wait returns at once for -1, without a load, for a load whose producer has a later load, and for a layer of a
+    load that the batch does not consume."""
     counter = make_counter(device, 2)
     counter.wait_until(1)
     for consumer in (-1, ()):
@@ -39,13 +39,13 @@ def test_finished_loads_do_not_block(device: str) -> None:
         assert counter.begin() == load_id
         record(device, counter, load_id)
     assert counter.begin() == NUM_PRODUCERS
-    for finished in (0, 1):  # the producer of 0 now carries a load that never finishes
+    for finished in (0, 1):  # the producer of load 0 now has a load that never finishes
         counter.set_consumer(finished)
         counter.wait_all()
 
 
 def test_a_producer_is_reused_only_when_finished(device: str) -> None:
-    """Three loads may be in flight; the fourth needs the first to have recorded its last layer, or to have failed."""
+    """Three loads may be in flight. The fourth may begin when the first has recorded its last layer, or has failed."""
     counter = make_counter(device, 2)
     ids = [counter.begin() for _ in range(3)]
     assert not counter.can_begin()
@@ -60,8 +60,9 @@ def test_a_producer_is_reused_only_when_finished(device: str) -> None:
 
 
 def test_a_failure_reaches_its_consumers_only(device: str) -> None:
-    """Of two loads one fails: a batch that consumes both gets the error at any layer, however many loads began since,
-    until it is forgotten; a batch that consumes the other does not, and the next load of the producer succeeds."""
+    """One of two loads fails. A batch that consumes both gets the error at any layer, however many loads have begun
+    since, until `forget`. A batch that consumes only the other load gets no error, and the next load of the same
+    producer succeeds."""
     counter = make_counter(device, 2)
     good, bad = counter.begin(), counter.begin()
     counter.record(bad, 0)
@@ -69,7 +70,7 @@ def test_a_failure_reaches_its_consumers_only(device: str) -> None:
     counter.set_consumer(bad)
     counter.fail(bad, TransferError("the link is down"))
     with pytest.raises(TransferError, match="the link is down"):
-        counter.wait_until(0)  # the consumer was there before
+        counter.wait_until(0)  # the consumer was set before the failure
     for _ in range(NUM_PRODUCERS + 1):
         counter.set_consumer({good, bad})
         for layer in range(2):
@@ -78,17 +79,17 @@ def test_a_failure_reaches_its_consumers_only(device: str) -> None:
         counter.set_consumer(good)
         counter.wait_all()
         assert counter.can_begin()
-        load_id = counter.begin()  # the last but one takes the producer of the failed load
+        load_id = counter.begin()  # the last load but one takes the producer of the failed load
         record(device, counter, load_id)
         counter.set_consumer(load_id)
         counter.wait_all()
-    counter.forget(bad)  # no batch reads it any more
+    counter.forget(bad)  # no batch consumes the failed load any more
     counter.set_consumer(bad)
     counter.wait_all()
 
 
 def test_concurrent_work_has_its_own_loads(device: str) -> None:
-    """Within `consuming` other loads are waited for, and afterwards those of the forward again."""
+    """Within `consuming`, waits are for the given loads; afterwards waits are for the loads of the forward again."""
     counter = make_counter(device, 1)
     good, bad = counter.begin(), counter.begin()
     counter.fail(bad, TransferError("the link is down"))
@@ -101,7 +102,7 @@ def test_concurrent_work_has_its_own_loads(device: str) -> None:
 
 
 def test_each_layer_is_routed_to_its_own_counter() -> None:
-    """A pool whose layers arrive by two transfers waits for each layer at its index in its own transfer."""
+    """The layers of a pool arrive by two transfers. A wait for a layer uses its index in its own transfer."""
     asked: list[tuple[str, int]] = []
 
     class Named(LayerTransferCounter):
@@ -120,8 +121,8 @@ def test_each_layer_is_routed_to_its_own_counter() -> None:
 
 
 def test_time_that_a_consumer_stands_still_is_exposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A consumer that comes before its layer is exposed for as long as it waits, and one that comes after it is not.
-    Once its producer has begun another load, nothing is known of a load."""
+    """The exposed time of a consumer is how long it waits for its layer, and 0 if it arrives after the layer. If the
+    producer of a load has begun another load, the exposed time of the first is unknown."""
     clock, readings = iter((10.0, 12.5)), list[float]()
 
     def reading() -> float:
@@ -137,7 +138,7 @@ def test_time_that_a_consumer_stands_still_is_exposed(monkeypatch: pytest.Monkey
     assert loads.exposed_s(load_id) == 0.0 and readings == []
     consumer = threading.Thread(target=loads.wait_all)
     consumer.start()
-    eventually(lambda: readings)  # it has begun to wait
+    eventually(lambda: readings)  # the consumer waits now
     loads.record(load_id, 1)
     consumer.join()
     assert loads.exposed_s(load_id) == 2.5
@@ -147,11 +148,11 @@ def test_time_that_a_consumer_stands_still_is_exposed(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 def test_time_that_a_stream_stands_still_is_exposed() -> None:
-    """The same on CUDA, by the device's clock, for one load in a few."""
+    """On CUDA the exposed time is measured by the device's clock, for one of several loads."""
     loads, stream, exposed = make_counter("cuda", 4, producers=1), torch.cuda.Stream(), list[float | None]()
     other_stream = torch.cuda.Stream()
     with torch.cuda.stream(other_stream):
-        torch.cuda._sleep(1)  # kernel and stream are there before anything is held
+        torch.cuda._sleep(1)  # create kernel and stream before anything is held
     torch.cuda.synchronize()
     for comes_first in (True, True, True, True, False):
         load_id, gate = loads.begin(), StreamGate()
@@ -163,7 +164,7 @@ def test_time_that_a_stream_stands_still_is_exposed() -> None:
             stream.synchronize()
         loads.set_consumer(load_id)
         loads.wait_all()
-        # The consumer stands before the layer, and stands there for a while.
+        # Wait until the stream is at the layer, and let it wait there for a while.
         reached = loads._ring[0]._reached  # type: ignore[union-attr]
         eventually(lambda reached=reached: all(event.query() for event in reached.values()))
         with torch.cuda.stream(other_stream):

@@ -1,4 +1,5 @@
-"""Loads queued in steps: their order, the layers that each call queues, and the calls of the layer counter."""
+"""Loads that are queued in steps: their order, the layers that each call queues, and the callbacks of the layer
+counter."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents
 from hicache.transfer.load_queue import LoadQueue
 
 LAYERS = 6
-Log = list[tuple[int, int]]  # load id and layer, in the order in which they were queued
+Log = list[tuple[int, int]]  # load id and layer, in the order of queuing
 
 
 def steps(load_id: int, group: int, log: Log) -> Iterator[int]:
-    """A load of `LAYERS` layers in groups, as a backend's."""
+    """A load of `LAYERS` layers in groups, as a backend queues it."""
     for first in range(0, LAYERS, group):
         if first:
             yield first
@@ -36,7 +37,7 @@ def test_layers_are_queued_in_order_and_no_later_than_asked_for(
     groups: list[int], calls: list[tuple[int, int] | None], by_time: bool
 ) -> None:
     """After any calls, the queued layers are a prefix of all layers in submission order and include the requested ones.
-    Each call that finds layers left queues more; one call can queue all loads, by number or by time."""
+    Each call queues more layers if any are left. One call can queue all loads, by number or by time."""
     log: Log = []
     queue = LoadQueue()
     for load_id, group in enumerate(groups):
@@ -64,8 +65,8 @@ def test_layers_are_queued_in_order_and_no_later_than_asked_for(
 
 
 def test_what_is_cleared_is_never_queued() -> None:
-    """`clear` names the loads that are not wholly queued, also within a step of one of them, and their steps end; what
-    is put then stays."""
+    """`clear` returns the loads that are not completely queued, also if it is called within a step of one of them. The
+    steps of these loads end. Loads that are put later stay."""
     log: Log = []
     queue = LoadQueue()
     cleared: list[list[int]] = []
@@ -88,8 +89,8 @@ def test_what_is_cleared_is_never_queued() -> None:
 
 
 def test_waiting_for_a_layer_has_it_queued_first(device: str) -> None:
-    """`wait_until` asks for the layer before it waits, until the last layer is recorded; other loads' consumers do not
-    ask, and a load that fails as it is queued raises there."""
+    """`wait_until` has its layer queued before it waits, unless the last layer is already recorded. Consumers of other
+    loads have no layer queued. If a load fails while it is queued, `wait_until` raises."""
     counter = LayerTransferCounter(LAYERS, CudaLayerEvents if device == "cuda" else CpuLayerEvents)
     data, asked = torch.zeros(LAYERS, 1000, device=device), list[int]()
     queued = 0

@@ -1,4 +1,5 @@
-"""Transfers of packed pages, one suite for both backends: pages that fit, pages that do not, and both in one load."""
+"""Transfers of packed pages, in one suite for both backends: pages that fit, pages that do not fit, and both in one
+load."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SIZE = 2 * NUM_PAGES * PAGE
 
 
 class Packed:
-    """A pool, a host pool of packed pages and the started backend between them. A context that closes it."""
+    """A context with a pool, a host pool of packed pages, and the started backend between them, which it closes."""
 
     def __init__(self) -> None:
         pool = MHATokenToKVPool(SIZE, 4, BF16, 4, 40, LAYERS, "cpu", False)
@@ -51,13 +52,13 @@ class Packed:
         self.host.close()
 
     def rows(self) -> Iterator[torch.Tensor]:
-        """Of each buffer, as bits."""
+        """The rows of each buffer, as bits."""
         for layer in self.space.layout.layers:
             for buffer in self.space.layer_buffers(layer):
                 yield buffer.flatten(1).view(torch.int16)
 
     def fill(self, random_bits: torch.Tensor) -> None:
-        """Numbers of like size, and random bits in the `random_bits` slots."""
+        """Fill all slots with numbers of similar size, and the `random_bits` slots with random bits."""
         generator = torch.Generator().manual_seed(5)
         for rows in self.rows():
             rows.copy_((torch.rand(rows.shape, generator=generator) + 0.25).bfloat16().view(torch.int16))
@@ -65,7 +66,7 @@ class Packed:
             rows[random_bits] = bits.to(torch.int16)
 
     def copied(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """Store pages, with second places for pages that do not fit; returns the second places."""
+        """Store pages. Pages that do not fit get a second host page; returns the second host pages."""
         op = self.backend.store(slots, pages)
         op.wait()
         rest, at = torch.zeros(len(pages), dtype=torch.int64), torch.tensor(list(op.misfits))
@@ -77,8 +78,8 @@ class Packed:
 
 
 def test_raw_pages_arrive_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that do not fit make no forward wait for more than its layer: those behind it move later, in one load
-    with packed pages and where no page fits."""
+    """A forward waits only for its own layer, even if pages do not fit when packed: later layers are moved later. The
+    test uses loads with some packed pages, and loads without packed pages."""
     go_on, is_behind = threading.Event(), threading.Event()
     go_on.set()
 
@@ -115,7 +116,7 @@ def test_raw_pages_arrive_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pool_page_bytes", [127, 257])
 def test_two_places_must_hold_a_raw_page(pool_page_bytes: int) -> None:
-    """A packed page must have at least half of a raw page's size, and at most its size."""
+    """A packed page must have at least half the size of a raw page, and at most the size of a raw page."""
 
     class Sized:
         ends = (0, pool_page_bytes)
@@ -126,7 +127,8 @@ def test_two_places_must_hold_a_raw_page(pool_page_bytes: int) -> None:
 
 
 def test_packed_pages_always_go_through_staging() -> None:
-    """This holds for sizes with which raw pages would be copied without staging, and for no page at all."""
+    """Packed pages are staged even if raw pages of their size would be copied directly. A load of no page is staged
+    too."""
     small = Shape(layer_bytes=64, num_layers=4, num_pages=2, num_runs=2)
     assert choose(ASSUMED.up, small, 1 << 20, up=True).method == "zero_copy"
     for up in (True, False):
@@ -138,7 +140,7 @@ def test_packed_pages_always_go_through_staging() -> None:
 
 
 def test_slot_spaces_of_rows_for_several_tokens_stay_raw() -> None:
-    """However a device pool lays them out."""
+    """Slot spaces whose rows hold several tokens are not packed, however a device pool lays them out."""
     (space,) = NSATokenToKVPool(SIZE, 4, BF16, 24, 8, 3, "cpu", False).slot_spaces
     config = EngineConfig(device_tokens=SIZE, host_page_size=PAGE, page_size=4, dtype="bfloat16", kv_packing="3")
     with pytest.raises(ConfigError, match="several tokens"):

@@ -1,7 +1,7 @@
 """Transfers under stress: overlapping loads and stores over tiny tiers, with concurrent forwards.
 
-`transfer_program` is the program and holds the truth. By default copies on the CPU are as late as they may be
-(`CopiesWhenNeeded`), so that whoever does not wait comes too early, each time; the long runs let their threads run
+`transfer_program` runs the operations and knows the expected bytes. By default copies on the CPU are as late as
+possible (`CopiesWhenNeeded`), so that a reader that does not wait always reads too early. In long tests the threads run
 freely.
 """
 
@@ -23,7 +23,8 @@ from transfer_hooks import CopiesWhenNeeded, Lanes, at_each_move, force_methods
 from transfer_program import Program
 
 METHODS: list[Method] = ["unstaged", "strided", "batched", "zero_copy"]
-# On CUDA: bytes of staging, and the copy methods, at random. The plan would choose zero-copy for all small copies.
+# On CUDA: bytes of staging, and the copy methods, chosen at random. By the costs of the methods a plan would choose
+# zero-copy for all small copies.
 PLACES = [
     ("cpu", 1 << 16, ()),
     pytest.param("cuda", 1 << 16, (), marks=pytest.mark.gpu),
@@ -31,14 +32,14 @@ PLACES = [
     pytest.param("cuda", 1 << 16, ("strided", "batched"), marks=pytest.mark.gpu),
     pytest.param("cuda", 1 << 20, METHODS, marks=pytest.mark.gpu),
 ]
-# The copies of wide pages, and packing, are most of the work on the CPU.
+# Most work on the CPU is for copies of wide pages, and for packing.
 SLOW = ("mha, wide", "packed")
-SMALL = [name for name in LAYOUTS if name != "mha, wide"]  # for the default run
+SMALL = [name for name in LAYOUTS if name != "mha, wide"]  # layouts of the default run
 
 
 @pytest.fixture
 def many_switches() -> Iterator[None]:
-    """Threads take turns every few instructions, not every few milliseconds."""
+    """Let threads switch every few instructions, not every few milliseconds."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -46,13 +47,13 @@ def many_switches() -> Iterator[None]:
 
 
 def come_late(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """On CUDA the device is as late as the program makes it."""
+    """Delay copies on the CPU. On CUDA the program itself delays the work of the device."""
     if device == "cpu":
         CopiesWhenNeeded(monkeypatch)
 
 
 def stress(program: Program, steps: int) -> None:
-    """Run the program. Unless copies may fail, much must have moved, and much of it at the same time."""
+    """Run the program. Unless copies may fail, require many copies, and many concurrent ones."""
     try:
         program.run(steps)
     finally:
@@ -70,8 +71,8 @@ def test_every_byte_is_where_it_should_be(
     monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, methods: Sequence[Method], name: str
 ) -> None:
     """For every layout, and for packed pages of which some do not fit, loads, stores and forwards overlap. Forwards
-    read the truth layer by layer, and completed stores have written it to the host. In the end every row and page has
-    the bytes of its last writer."""
+    read the right bytes layer by layer, and completed stores have written them to the host. In the end every row and
+    page has the bytes of its last writer."""
     if methods:
         force_methods(monkeypatch, methods)
     come_late(monkeypatch, device)
@@ -87,8 +88,8 @@ def test_every_byte_is_where_it_should_be(
 def test_wide_pages_on_cuda(
     monkeypatch: pytest.MonkeyPatch, staging_bytes: int, submit_s: float, methods: Sequence[Method]
 ) -> None:
-    """Pages with layers as wide as a large model's, through a ring of one page per buffer or more, are right too: by
-    each copy method and by all in turn, with loads queued at once and step by step."""
+    """Pages with layers as wide as a large model's are right too, through a ring of one or more pages per buffer. Each
+    copy method is used alone, and all in turn; loads are queued at once or step by step."""
     force_methods(monkeypatch, methods)
     monkeypatch.setattr(cuda, "_SUBMIT_S", submit_s)
     monkeypatch.setattr(cuda, "_AHEAD", 1)
@@ -103,7 +104,7 @@ def test_wide_pages_on_cuda(
 def test_every_byte_for_longer(
     monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, methods: Sequence[Method], name: str, seed: int
 ) -> None:
-    """The same, thousands of transfers a run."""
+    """The overlap test runs longer, with thousands of transfers."""
     if methods:
         force_methods(monkeypatch, methods)
     on_cpu = 600 if name in SLOW else 5000
@@ -112,8 +113,8 @@ def test_every_byte_for_longer(
 
 
 def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Which moves of a lane fail follows from how many came before in that lane. On CUDA an upload of slots may fail
-    too, as memory may run out, and CUDA may refuse a copy."""
+    """Let moves fail at fixed positions of their lane, which do not depend on timing. On CUDA an upload of slots may
+    fail too, as if memory ran out, and CUDA may refuse a copy."""
     lanes = Lanes(4)
 
     def hook(lane: str, share: float = 0.06) -> None:
@@ -151,12 +152,13 @@ def amid_failures(
     methods: Sequence[Method] = METHODS,
     staging_bytes: int = 1 << 16,
 ) -> None:
-    """On CUDA a load is submitted with its first step queued, and the others are queued as late as may be."""
+    """Run a program with failures. On CUDA a load is submitted with its first step queued; the other steps are queued
+    as late as possible."""
     force_methods(monkeypatch, methods)
     monkeypatch.setattr(cuda, "_SUBMIT_S", 0.0)
     monkeypatch.setattr(cuda, "_AHEAD", 1)
     program = Program(LAYOUTS[name], device, 3, staging_bytes=staging_bytes, tolerant=True)
-    fail_now_and_then(monkeypatch, device)  # the program has started: no kernel is compiled by a move that fails
+    fail_now_and_then(monkeypatch, device)  # after the start, so that no failing move compiles a kernel
     stress(program, steps)
     counts = program.counts
     assert counts["failed"] > 5 and counts["told"] > 0 and counts["forwards"] > steps // 8, counts
@@ -164,8 +166,8 @@ def amid_failures(
 
 @pytest.mark.parametrize("name", ["mha", "nsa", "hybrid", "packed"])
 def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
-    """Each random failure is reported by its operation and, for a load, to exactly the forwards that consume it; all
-    other bytes are the truth, and loads never run out of producers."""
+    """Each random failure is reported by its operation and, for a load, to exactly the forwards that consume it. All
+    other bytes are right, and loads never run out of producers."""
     come_late(monkeypatch, device)
     amid_failures(monkeypatch, device, name, 120 if device == "cpu" else 250)
 
@@ -173,7 +175,8 @@ def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, dev
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_failures_of_each_method(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
-    """The same by one method of copies, with layers wide enough for all of them."""
+    """Failures stay with their transfers for each method of copies, with layers that are wide enough for all
+    methods."""
     amid_failures(monkeypatch, "cuda", "mha, wide", 250, (method,), staging_bytes=1 << 20)
 
 
@@ -181,13 +184,13 @@ def test_failures_of_each_method(monkeypatch: pytest.MonkeyPatch, method: Method
 @pytest.mark.usefixtures("many_switches")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
-    """The same, longer."""
+    """The failure test runs longer."""
     amid_failures(monkeypatch, device, name, 600 if name in SLOW else 4000)
 
 
 @pytest.mark.parametrize("name", ["mha", "swa"])
 def test_closing_finishes_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
-    """After `close()` every submitted operation is done without an error and all its bytes have arrived."""
+    """After `close()` every submitted operation has ended without an error, and all its bytes have arrived."""
     force_methods(monkeypatch, METHODS)
     come_late(monkeypatch, device)
     program = Program(LAYOUTS[name], device, 5)

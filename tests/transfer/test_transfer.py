@@ -1,4 +1,4 @@
-"""Transfers, one suite for both backends, and the plans of the CUDA backend."""
+"""Transfers, in one suite for both backends, and the plans of the CUDA backend."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from transfer_hooks import Move, StreamGate, at_each_move
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_started_backend_compiles_nothing(name: str) -> None:
-    """Copies of any number of pages, by whatever method, packed or raw, with slots on either side, find their kernels
-    compiled."""
+    """After the start of a backend, copies of any number of pages compile nothing. The test covers each method, for
+    packed and raw pages, and for slots on host or device."""
     layout = LAYOUTS[name]
     with compiled_keys(page_copy, pack, zero_copy, upload) as keys:
         for space in layout.build("cuda"):
@@ -59,8 +59,8 @@ def test_a_started_backend_compiles_nothing(name: str) -> None:
 
 @pytest.mark.gpu
 def test_a_replayed_graph_needs_the_last_layer() -> None:
-    """A captured forward calls no getter when it is replayed: behind `wait_all()` it reads what a load still under way
-    brings, and without it what was there before."""
+    """A replayed forward calls no getter. After `wait_all()` the forward reads the bytes of a load that was in flight;
+    without `wait_all()` it reads the bytes from before the load."""
     with TransferFixture("cuda", 8, 128, 128, 16, 1 << 20) as fixture:
         fixture.pool.register_layer_transfer_counter(fixture.counter)
         slots, pages = torch.arange(16, 16 + 256, device="cuda"), torch.arange(1, 17)
@@ -101,7 +101,8 @@ def test_a_replayed_graph_needs_the_last_layer() -> None:
 
 
 def test_a_load_tells_whether_it_was_held_up(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By work that was queued before it, or by steps that were left for later: its time is not the link's then."""
+    """A load reports that it was delayed by earlier work in the queue, or by steps that were queued later. The time of
+    such a load says nothing about the link."""
     monkeypatch.setattr(cuda, "_SUBMIT_S", 60.0)
     with TransferFixture(device, 2, 64, 64, 16, 1 << 16) as fixture:
         slots, pages = torch.arange(16, 16 + 256, device=device), torch.arange(1, 17)
@@ -120,7 +121,7 @@ def test_a_load_tells_whether_it_was_held_up(device: str, monkeypatch: pytest.Mo
 
 
 def test_the_error_is_known_when_the_consumers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A consumer that gets the error of a load finds it at the operation too, which may not have ended yet."""
+    """A consumer that gets the error of a load also finds it at the load's operation, which may not have ended."""
     with TransferFixture("cpu", 1, 24, 24, 16, 1 << 16) as fixture:
         submitted, found = threading.Event(), list[Exception | None]()
         fail = fixture.counter.fail
@@ -141,7 +142,7 @@ def test_the_error_is_known_when_the_consumers_raise(monkeypatch: pytest.MonkeyP
         assert found == [op.error] and isinstance(op.error, RuntimeError)
 
 
-# Pages 1 to 60 in a few runs, of which some follow each other.
+# Pages 1 to 60 in a few runs, some of which are adjacent.
 PAGES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), max_size=8, unique_by=lambda run: run[0]).map(
     lambda runs: [1 + 6 * first + i for first, length in runs for i in range(length)]
 )
@@ -149,7 +150,8 @@ PAGES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), max_size=8, un
 
 @given(PAGES, st.integers(1, 20))
 def test_runs_cover_pages_in_order(pages: list[int], rows_per_chunk: int) -> None:
-    """Runs are exactly the pages, in order, each contiguous and within one pinned chunk, and none can be longer."""
+    """The runs are exactly the pages, in order. Each run is contiguous and within one pinned chunk, and no run could be
+    longer."""
     ids = np.array(pages, dtype=np.int64)
     found = page_runs(ids, rows_per_chunk)
     first, count, position = found.first_pages, found.lengths, found.position
@@ -172,7 +174,7 @@ def sizes(plan: Plan) -> list[int]:
 
 @given(PAGES, st.integers(2, 9), st.data())
 def test_runs_of_a_part_are_the_pages_of_that_part(pages: list[int], rows_per_chunk: int, data: st.DataObject) -> None:
-    """The runs within any part of a list of pages are the pages of that part, in order, at their positions."""
+    """The runs of any part of a list of pages are the pages of this part, in order, at their positions."""
     ids = np.array(pages, dtype=np.int64)
     start = data.draw(st.integers(0, len(pages)))
     stop = data.draw(st.integers(start, len(pages)))
@@ -182,10 +184,10 @@ def test_runs_of_a_part_are_the_pages_of_that_part(pages: list[int], rows_per_ch
     assert all(page // rows_per_chunk == (page + count - 1) // rows_per_chunk for page, count, _ in found)
 
 
-@pytest.mark.parametrize("buffer_bytes", [BUFFER, (16 << 20) // 3])  # the second: what stores have of 64 MiB
+@pytest.mark.parametrize("buffer_bytes", [BUFFER, (16 << 20) // 3])  # the second is for stores, of 64 MiB in all
 def test_plans_cover_every_layer_once(buffer_bytes: int) -> None:
-    """For any shape, the groups of a plan are the layers, in order, each once, and one page of a group fits a buffer
-    unless a layer does not."""
+    """For any shape, the groups of a plan are all layers, in order, each once. One page of a group fits in a buffer
+    unless a single layer does not."""
     for direction in (ASSUMED.up, ASSUMED.down):
         for layers, layer_bytes in ((1, 64), (5, 1 << 10), (32, 256 << 10), (61, 73728), (80, 64 << 10)):
             for pages, num_runs in ((1, 1), (7, 7), (512, 1), (512, 512)):
@@ -200,22 +202,24 @@ def test_plans_cover_every_layer_once(buffer_bytes: int) -> None:
 
 
 def test_plans_choose_the_cheapest_method() -> None:
-    """Runs use strided copies, scattered pages batched copies, and small pieces the zero-copy kernel."""
+    """Contiguous pages use strided copies, scattered pages use batched copies, and small pieces use the zero-copy
+    kernel."""
     scattered, few = replace(LAYERS_32, num_runs=512), replace(LAYERS_32, num_pages=1)
     assert choose(ASSUMED.up, LAYERS_32, BUFFER, up=True).method == "strided"
     assert choose(ASSUMED.up, scattered, BUFFER, up=True).method == "batched"
     assert choose(ASSUMED.up, few, BUFFER, up=True).method == "zero_copy"
     narrow = Shape(layer_bytes=512, num_layers=4, num_pages=4096, num_runs=4096)
     assert choose(ASSUMED.up, narrow, BUFFER, up=True).method == "zero_copy"
-    # If layers are copied separately, each is a launch, which costs more here than the kernel saves.
+    # If layers are copied separately, each is a launch. Here the launches cost more than the kernel saves.
     alone = replace(LAYERS_32, num_pages=20, grouped=False)
     assert choose(ASSUMED.up, alone, BUFFER, up=True).method == "strided"
-    # Fewer bytes than the host needs to queue 32 steps of a staged copy.
+    # The copy takes less time than the host needs to queue 32 steps of a staged copy.
     assert choose(ASSUMED.up, replace(alone, num_pages=10), BUFFER, up=True).method == "zero_copy"
 
 
 def test_plans_are_unstaged_where_calls_are_few() -> None:
-    """The copy engine writes to slots that are a few runs, layer by layer; many runs or small pieces are staged."""
+    """If slots are a few runs, the copy engine writes to them directly, layer by layer. Many runs or small pieces are
+    staged."""
     few = replace(LAYERS_32, slot_runs=1, num_buffers=64, piece_bytes=128 << 10)
     plan = choose(ASSUMED.up, few, BUFFER, up=True)
     assert plan.method == "unstaged" and sizes(plan) == [1] * 32
@@ -227,7 +231,8 @@ def test_plans_are_unstaged_where_calls_are_few() -> None:
 
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 60))
 def test_tapered_intervals_cover_the_same_pages(total: int, step: int, max_last: int) -> None:
-    """Tapering keeps the order of the pages, splits the last chunk only, and leaves at most `max_last` pages of it."""
+    """Tapering keeps the order of the pages, splits only the last chunk, and leaves at most `max_last` pages in its
+    last part."""
     chunks = intervals(total, step)
     found = tapered(chunks, max_last)
     assert [page for start, stop in found for page in range(start, stop)] == list(range(total))
@@ -238,20 +243,21 @@ def test_tapered_intervals_cover_the_same_pages(total: int, step: int, max_last:
 
 
 def test_scattered_layers_travel_alone_where_the_host_can_queue_them() -> None:
-    """Up, a piece that is wide enough is one layer, though queueing it takes the host an eighth of the time of its
-    bytes: a forward waits for whole groups. Down, and where the host is too slow, groups are wider."""
+    """For loads, a wide enough piece is one layer, because a forward waits for complete groups. A wide piece is one
+    layer although queuing it takes the host an eighth of its copy time. For stores, and if the host is too slow, groups
+    are wider."""
     scattered = replace(LAYERS_32, num_runs=512)
     for buffer_bytes in (64 << 20, 256 << 20):
         assert sizes(choose(ASSUMED.up, scattered, buffer_bytes, up=True)) == [1] * 32
     assert max(sizes(choose(ASSUMED.down, scattered, BUFFER, up=False))) >= 8
     dear = replace(ASSUMED.up, strided=CopyCost(55e9, 1e-6), batched=CopyCost(55e9, 2e-6), zero_copy=CopyCost(1e9))
-    assert max(sizes(choose(dear, LAYERS_32, BUFFER, up=True))) == 4  # a forward waits for no more than 1 MiB of a page
+    assert max(sizes(choose(dear, LAYERS_32, BUFFER, up=True))) == 4  # a forward waits for at most 1 MiB of a page
     slow = replace(ASSUMED.up, batched=replace(ASSUMED.up.batched, issue_s=2e-6))
     assert max(sizes(choose(slow, scattered, BUFFER, up=True))) == 2
 
 
 def test_up_starts_with_few_layers() -> None:
-    """Up, the first group has only the layers that make a piece of 128 KiB."""
+    """The first group of a load has only the layers that make a piece of 128 KiB."""
     for layer_bytes, first in ((256 << 10, 1), (128 << 10, 1), (64 << 10, 2), (16 << 10, 8)):
         for num_runs in (1, 512):
             plan = choose(ASSUMED.up, replace(LAYERS_32, layer_bytes=layer_bytes, num_runs=num_runs), BUFFER, up=True)

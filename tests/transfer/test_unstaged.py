@@ -1,6 +1,6 @@
-"""Unstaged loads into slots that are runs: which slots are runs, and where the bytes land.
+"""Unstaged loads into contiguous slots: which slots are contiguous, and where the bytes land.
 
-A copy of plain memory stands in for the copy engine's call; `test_stress` runs the call itself on a GPU.
+A copy of plain memory stands in for the call of the copy engine. On a GPU `test_stress` makes the call itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIERS = [(name, 0) for name in LAYOUTS] + [("swa", 1), ("hybrid", 1)]
 
 @functools.cache
 def tier_of(name: str, space_index: int) -> tuple[Tier, PageMover, UnstagedCopier]:
-    """One slot space of a layout with its host pages, what scatters, and the copier between them."""
+    """One slot space of a layout with its host pages, the mover that scatters rows, and the unstaged copier."""
     space = LAYOUTS[name].build("cpu")[space_index]
     tier = Tier(space, 1 if space.name == "mamba" else LAYOUTS[name].host_page, 1 << 16)
     assert isinstance(tier.backend, CpuTransfer)
@@ -43,8 +43,8 @@ def tier_of(name: str, space_index: int) -> tuple[Tier, PageMover, UnstagedCopie
 
 @given(which=st.sampled_from(TIERS), data=st.data())
 def test_bytes_land_where_scattering_puts_them(which: tuple[str, int], data: st.DataObject) -> None:
-    """From host pages anywhere to slots that are runs page by page: every row of the pool is as after staging and
-    scattering, and all other rows are unchanged."""
+    """Host pages anywhere are copied to slots that are contiguous within each page. Every row of the pool is as after
+    staging and scattering, and all other rows are unchanged."""
     tier, mover, copier = tier_of(*which)
     block = tier.page_tokens
     buffers = [rows for layer in tier.rows for rows in layer]
@@ -73,9 +73,10 @@ def test_bytes_land_where_scattering_puts_them(which: tuple[str, int], data: st.
 
 
 def test_slots_out_of_order_are_no_runs() -> None:
-    """Two exchanged slots of a page, or a device page that does not begin at a row of its buffer, are no runs."""
+    """Slots are not contiguous if two slots of a page are exchanged, or if a device page does not begin at a row of its
+    buffer."""
     copier, paged = tier_of("mha", 0)[2], tier_of("nsa", 0)[2]
-    for pair in ([3, 4], [2, 3]):  # of two pages of the device, and of one
+    for pair in ([3, 4], [2, 3]):  # slots of two device pages, and of one
         slots = np.arange(16, 48)
         slots[pair] = slots[pair[::-1]]
         assert copier.runs(np.array([1, 2]), slots) is None

@@ -1,4 +1,4 @@
-"""The victims of a tree, by policy, against SGLang's strategies over its nodes."""
+"""The victims of a tree for each policy, compared with SGLang's strategies over its nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def victim_of(tree: RadixTree, component: Component = FULL) -> TreeNode:
 
 
 def evicted(tree: RadixTree) -> list[TreeNode]:
-    """All that may be evicted, whole nodes, in their order."""
+    """Evict all nodes that can be evicted; returns the evicted nodes in the order of eviction."""
     found = []
     while tree.evictable(FULL):
         found.append(victim_of(tree))
@@ -46,8 +46,9 @@ def evicted(tree: RadixTree) -> list[TreeNode]:
     [*((name, FULL, 40) for name in NAMES), *((name, MAMBA, 12) for name in NAMES if name != "lru")],
 )
 def test_the_tree_names_the_lowest_evictable_node(name: str, component: Component, most: int) -> None:
-    """Before each eviction the victim is a node of lowest rank among the unlocked leaves, and that of states among the
-    unlocked nodes that have one, inner nodes too; over splits, locks and uses elsewhere."""
+    """Before each eviction the victim is a node of lowest rank among the unlocked leaves. The victim of a state is
+    among the unlocked nodes that have a state, including inner nodes. Meanwhile other nodes are split, locked and
+    used."""
     dice, tree = random.Random(name), tree_of(name, MambaComponent())
     rank, locked, evictions = get_eviction_strategy(name.upper()).get_priority, list[TreeNode](), 0
     for _ in range(400):
@@ -83,7 +84,8 @@ def test_the_tree_names_the_lowest_evictable_node(name: str, component: Componen
 
 @pytest.mark.parametrize("name", sorted(RANK_POLICIES))
 def test_a_page_that_was_locked_leaves_after_those_that_follow_it(name: str) -> None:
-    """Also where it comes back to a batch of victims that was chosen before, in which those that follow it are."""
+    """A page that was locked is evicted after the pages that follow it in its prompt. The order is the same if the page
+    returns to a batch of victims that already contains the pages after it."""
     tree = tree_of(name)
     tree.insert(tree.root, np.array([9]), torch.zeros(1, dtype=torch.int64))
     refused = tree.insert(tree.root, np.arange(2), torch.zeros(2, dtype=torch.int64)).node
@@ -101,7 +103,7 @@ def test_a_page_that_was_locked_leaves_after_those_that_follow_it(name: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_expected_pages_are_evicted_last(name: str) -> None:
-    """Under every policy, and whenever it came."""
+    """Under every policy expected pages are evicted last, whenever they were inserted."""
     for which in range(3):
         tree = tree_of(name)
         nodes = [tree.insert(tree.root, np.array([n]), torch.tensor([n + 1])).node for n in range(3)]
@@ -110,7 +112,8 @@ def test_expected_pages_are_evicted_last(name: str) -> None:
 
 
 def test_a_raised_priority_counts_at_once() -> None:
-    """A path whose priority is raised is evicted later from then on, without a use; no priority is lowered."""
+    """If the priority of a path is raised, the path is evicted later from then on, without a use. No priority is
+    lowered."""
     tree, nodes = tree_of("priority"), []
     for first in range(3):
         tokens = np.array([first, 10, 11])
@@ -123,7 +126,7 @@ def test_a_raised_priority_counts_at_once() -> None:
 
 
 def test_names_are_known_in_any_case() -> None:
-    """A name finds the same strategy however it is written; an unknown one is refused with all that there are."""
+    """The name of a policy may have any case. An unknown name is refused, and the error lists all names."""
     for name in NAMES:
         assert len({type(get_eviction_strategy(at)) for at in (name, name.upper(), name.title())}) == 1
     with pytest.raises(ConfigError, match="fifo, filo, lfu, lru, mru, priority, slru"):

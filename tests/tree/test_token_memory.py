@@ -1,4 +1,4 @@
-"""The tokens of a node are those it was made with, whatever becomes of the caller's memory."""
+"""A node keeps the tokens with which it was created, whatever the caller does with its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hicache.pages.key import TokenRun, bytes_of, pack_tokens
 
-LONG = 6000  # tokens; from 4096 on a run may be a view
+LONG = 6000  # tokens; a run of 4096 or more may be a view of the caller's memory
 
 
 def _flagged(buffer: np.ndarray) -> np.ndarray:
@@ -28,7 +28,8 @@ def _flagged(buffer: np.ndarray) -> np.ndarray:
     ],
 )
 def test_a_reused_buffer_changes_no_node(view: Callable[[np.ndarray], np.ndarray]) -> None:
-    """A caller that hands out views of one buffer for all of its prompts, read-only or not: a node keeps its own."""
+    """A caller may pass views of one buffer, read-only or not, for all its prompts. A node still keeps its own
+    tokens."""
     buffer = np.arange(8192)
     run = TokenRun(pack_tokens(view(buffer)))
     buffer += 1

@@ -1,5 +1,5 @@
-"""The radix tree case by case: splits, locks, backups, drops, keys, and the violations that `check` names. Its content
-after random histories is compared in prefix_cache/test_cache_machines.py, and under loads in
+"""The radix tree case by case: splits, locks, backups, drops, keys, and the violations that `check` names. Tests of its
+content after random histories are in prefix_cache/test_cache_machines.py, and tests with loads in
 flow/test_engine_in_flight.py."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:
 
 
 def test_match_changes_nothing() -> None:
-    """Looking up leaves recency, structure and account as they were."""
+    """A lookup changes neither recency, structure nor accounts."""
     tree = tree_of(page=2)
     for base in (0, 10, 20):
         tree.insert(tree.root, np.arange(base, base + 8), torch.arange(8) + base + 1)
@@ -36,7 +36,7 @@ def test_match_changes_nothing() -> None:
 
 
 def test_page_keys_do_not_depend_on_splits() -> None:
-    """A page's key is a function of the identity, namespace and tokens up to its end alone."""
+    """A page's key depends only on the identity, the namespace and the tokens up to its end."""
     tokens = np.arange(16)
     complete, cut = tree_of(page=2), tree_of(page=2)
     node = complete.insert(complete.root, tokens, torch.arange(16) + 1, "a").node
@@ -53,7 +53,7 @@ def test_page_keys_do_not_depend_on_splits() -> None:
 
 
 def test_pages_are_hashed_once() -> None:
-    """However often keys are asked for, each page of a node is hashed once in its life; a split leaves it its key."""
+    """Each page of a node is hashed once, however often its key is requested. A split keeps the keys."""
     hasher = PageHasher(b"identity", 2)
     tree = RadixTree(2, hasher)
     node = tree.insert(tree.root, np.arange(12), torch.arange(12) + 1).node
@@ -65,8 +65,8 @@ def test_pages_are_hashed_once() -> None:
 
 
 def test_kept_pages_are_counted_while_they_exist() -> None:
-    """Each page, window and state of a kept prompt counts once, also after a split of a locked node. It no longer
-    counts after its deadline, a use, the end of its session, its eviction, or a failed load."""
+    """Each page, window and state of a kept prompt counts once, also after a split of a locked node. A page, window or
+    state no longer counts after its deadline, a use, the end of its session, its eviction, or a failed load."""
     tree = tree_of(SwaComponent(4), MambaComponent())
     limits = {FULL: 100, SWA: 100, MAMBA: 100}
 
@@ -128,7 +128,7 @@ def test_a_dropped_node_is_freed_at_once() -> None:
 
 
 def test_a_prompt_leaves_page_by_page_from_its_end() -> None:
-    """However it was split before, and no page of it is divided."""
+    """A prompt is evicted page by page from its end, however its nodes were split before. No page is split."""
     tree, num_tokens = tree_of(page=2), 64
     tree.insert(tree.root, np.arange(num_tokens), torch.arange(num_tokens) + 1)
     for length in (10, 40):
@@ -142,7 +142,7 @@ def test_a_prompt_leaves_page_by_page_from_its_end() -> None:
 
 
 def test_a_row_stays_while_a_lock_of_it_is_held() -> None:
-    """Of a load that failed: no other page gets the row before its lock has ended."""
+    """If a load failed, no other page gets the row of its page before the lock of the row has ended."""
     tree = tree_of()
     node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5)).node
     tree.lock(node)
@@ -155,8 +155,8 @@ def test_a_row_stays_while_a_lock_of_it_is_held() -> None:
 
 
 def test_sharing_ends_at_a_load_in_flight() -> None:
-    """Of pages that another request is loading nothing is shared, and no state is donated below them. When they have
-    arrived, the tree's slots take the place of the request's own, and its state is taken."""
+    """While a request loads pages, another request shares none of them, and donates no state below them. When the pages
+    have arrived, the tree's slots replace the request's own, and its state is accepted."""
     tree, tokens = tree_of(MambaComponent(), page=2), np.arange(6)
     offered, state = torch.arange(11, 17), {MAMBA: torch.tensor([7])}
     tree.insert(tree.root, tokens[:2], torch.arange(1, 3))
@@ -176,7 +176,8 @@ def test_sharing_ends_at_a_load_in_flight() -> None:
 
 
 def test_evicting_a_leaf_end_removes_pages_without_matches() -> None:
-    """Where one page is needed, the prompt gives its last one alone, but all up to a state where states end matches."""
+    """If one page is needed, only the last page of a prompt is evicted. With states, all pages back to the next state
+    are evicted, because matches end at states."""
     for components, num_tokens in (((), 2), ((MambaComponent(),), 6)):
         tree = tree_of(*components, page=2)
         for end in (2, 8):
@@ -189,8 +190,8 @@ def test_evicting_a_leaf_end_removes_pages_without_matches() -> None:
 
 
 def test_locked_pages_at_the_beginning_of_a_leaf_stay() -> None:
-    """A backup that the host lacks capacity for locks the first pages of a leaf. No match can end in them, because the
-    state behind them leaves; they stay until they are unlocked."""
+    """A backup for which the host lacks capacity locks the first pages of a leaf. After the state behind them is
+    evicted, no match can end in them, but they stay until they are unlocked."""
     tree = tree_of(MambaComponent(), page=2)
     node = tree.insert(tree.root, np.arange(8), torch.arange(1, 9)).node
     tree.attach(node, MAMBA, torch.tensor([7]))
@@ -211,7 +212,8 @@ def test_locked_pages_at_the_beginning_of_a_leaf_stay() -> None:
 
 
 def test_a_state_is_dropped_alone_where_a_tier_below_has_it() -> None:
-    """A leaf's state leaves alone where it can be had again; else no match could end in the leaf, which leaves too."""
+    """The state of a leaf is evicted alone if a lower tier has it. Otherwise no match could end in the leaf, so the
+    leaf is evicted too."""
     for is_below in (True, False):
         tree = RadixTree(1, PageHasher(b"identity", 1), [MambaComponent()], is_below=lambda node, name: is_below)  # noqa: B023
         node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5)).node
@@ -227,7 +229,7 @@ def test_a_state_is_dropped_alone_where_a_tier_below_has_it() -> None:
 
 
 def test_tombstone_ancestors_leave_with_their_last_child() -> None:
-    """Inner nodes that lost their states go when the leaf below them goes; one that has a state stays."""
+    """Inner nodes without states are evicted with the leaf below them. An inner node with a state stays."""
     tree = tree_of(MambaComponent())
     node = tree.root
     for at in range(4):
@@ -243,7 +245,7 @@ def test_tombstone_ancestors_leave_with_their_last_child() -> None:
 
 
 def test_check_finds_planted_faults() -> None:
-    """The audit names each fault: it can fail."""
+    """`check` names each planted fault."""
     tree = tree_of(SwaComponent(2), MambaComponent())
     node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), window_from=0).node
     tree.attach(node, MAMBA, torch.tensor([1]))

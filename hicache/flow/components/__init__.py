@@ -1,4 +1,5 @@
-"""The components of a cache (full attention, windows, states), one file each, with their steps in each movement."""
+"""The components of a cache: full attention, windows and states. Each file has one component and its steps in each
+movement."""
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.components.full import FullAttention

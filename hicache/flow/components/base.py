@@ -7,7 +7,7 @@
     commit    next_stop, commit_points, needed_to_donate, donate, release
     check     device_violations
 
-The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. To add a
+The movements (`hicache.flow.admit`, ...) call these methods for every component in the same order, FULL first. To add a
 component, write a subclass in a new file, and its counterpart in `hicache.pages.components`.
 """
 
@@ -44,8 +44,8 @@ from hicache.transfer.counter import LayerTransferCounter
 
 @dataclass(frozen=True)
 class HostLink:
-    """The transfers of a component between device and host, and its pages on the host. Without a host tier, only the
-    rows and the layer counter are set. `packing`: counts packed host pages."""
+    """The transfers of a component between device and host, and its pages on the host. Without a host tier, only
+    `space` and `counter` are set. `packing`: the format of packed host pages; None if pages are not packed."""
 
     space: SlotSpace
     counter: LayerTransferCounter
@@ -73,8 +73,9 @@ class Admission:
     """The capacity and the loads of one admission, computed before anything changes.
 
     Intervals of positions: [0, device_len) is on the device, [device_len, length) is to be loaded, [length, end) is to
-    be computed. `num_slots`: slots of [device_len, end), in complete device pages; `num_own`: those of [length, end).
-    `to_load`: the pages of the prefix, by component, that the device lacks and the host has.
+    be computed. `num_slots`: the number of slots for [device_len, end), in complete device pages; `num_own`: the number
+    of slots for [length, end). `to_load`: the pages of the prefix, by component, that the device lacks and the host
+    has.
     """
 
     match: Match
@@ -103,29 +104,30 @@ class InMemory(Protocol):
 
 class CacheComponent(ABC):
     """One component of one engine. Scheduler thread only. The factory calls `tree_component_for` to find out whether a
-    model has it.
+    model has the component.
 
-    If a method raises, it has changed nothing, except for `begin_load`, which `fail_load` undoes. `free`, `release` and
-    `fail_load` do not raise.
+    A method that raises has changed nothing. The exception is `begin_load`: the caller undoes its changes by
+    `fail_load`. `free`, `release` and `fail_load` do not raise.
 
-    `tree_component`: its counterpart in the tree. Sizes are in tokens, or in states where `tree_component.at_node_end`.
+    `tree_component`: the counterpart of the component in the tree. Sizes are in tokens; they are in states if
+    `tree_component.at_node_end`.
     """
 
     @classmethod
     @abstractmethod
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
-        """Return its counterpart in the tree; None if the model does not have this component."""
+        """Return the counterpart of this component in the tree; None if the model does not have this component."""
 
     @classmethod
     def slot_space(cls, config: EngineConfig, tree_component: TreeComponent, pool: KVCache) -> SlotSpace:
-        """Return the slots of the pool that are moved between tiers, or create them for a component with its own
-        pool."""
+        """Return the slots of the pool that are moved between tiers. A component with its own pool creates these
+        slots."""
         return next(space for space in pool.slot_spaces if space.name == tree_component.name)
 
     def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
         self.config, self.tree, self.tree_component = engine.config, engine.tree, tree_component
         self.name: Component = tree_component.name
-        self.resident = engine.tree.pages[tree_component.name]  # its pages on the device
+        self.resident = engine.tree.pages[tree_component.name]  # the component's pages on the device
         self.counter, self.has_host = link.counter, link.host is not None
         # The host pool, its pages, and the transfers between host and device; used only if `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
@@ -135,7 +137,7 @@ class CacheComponent(ABC):
         )
         # Tokens or states in one host page.
         self.page_size = 1 if tree_component.at_node_end else engine.tree.page_size
-        # Values that were evicted from the tree, by the copy to the host after which they are free, see `take_evicted`.
+        # Values that were evicted from the tree and that a copy to the host still reads, by copy, see `take_evicted`.
         self.evicting: dict[object, torch.Tensor] = {}
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
@@ -143,7 +145,7 @@ class CacheComponent(ABC):
         return value
 
     def host_rows(self, rows: Rows) -> Rows:
-        """Return the host rows of pages of the tree; `NO_ROW` for a page without one."""
+        """Return the host rows of pages of the tree; `NO_ROW` for a page without a host row."""
         return self.pages.table.find(self.tree.names.of_component(self.name, self.tree.table.keys_of(rows)))
 
     # Evict
@@ -167,8 +169,8 @@ class CacheComponent(ABC):
         """Free a device value."""
 
     def take_evicted(self, value: torch.Tensor) -> torch.Tensor:
-        """Take a value that was evicted from the tree while a copy reads it. Returns the ids that `free_evicted` frees
-        when the copy has ended, one for each element."""
+        """Take a value that was evicted from the tree and that a copy still reads. Returns one id for each element of
+        the value; `free_evicted` frees these ids when the copy has ended."""
         return value
 
     def free_evicted(self, ids: torch.Tensor) -> None:
@@ -188,7 +190,8 @@ class CacheComponent(ABC):
         """Return the tokens or states that must be free on the device for an admission."""
 
     def needed_to_join(self, admission: Admission, num_own: int) -> int:
-        """Return the same for a request that already has a lease and frees `num_own` of its own slots."""
+        """Return the tokens or states that must be free for a request that already has a lease and frees `num_own` of
+        its own slots."""
         return self.needed(admission) - self.size_of(num_own)
 
     def fits_now(self, admission: Admission) -> bool:
@@ -198,8 +201,8 @@ class CacheComponent(ABC):
         return self.needed(admission) <= self.available() + self.num_evicting + evictable
 
     def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
-        """Return the error of a request that needs more than can be evicted, while `in_flight` tokens or states are
-        being copied."""
+        """Return the error for a request that needs more tokens or states than are free or evictable. `in_flight`: the
+        tokens or states that are being copied."""
         return OutOfSlots(needed, self.available(), self.resident.evictable, in_flight)
 
     def take(self, slots: torch.Tensor) -> None:  # noqa: B027
@@ -211,24 +214,24 @@ class CacheComponent(ABC):
         return 0
 
     def size_ahead(self, num_slots: int, num_requests: int) -> int:
-        """Return the tokens or states that requests may take with their next `num_slots` slots. They are evicted in
-        advance."""
+        """Return the tokens or states that requests may take with their next `num_slots` slots. This number is evicted
+        in advance."""
         return self.size_of(num_slots)
 
     def prepare_forward(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
-        """Prepare the first forward pass of a lease. Its load, if there is one, was submitted before."""
+        """Prepare the first forward pass of a lease. If the lease has a load, the load was submitted before."""
 
     # Restore
 
     def first_required(self, end: int) -> int:
-        """Return the first page that this component needs of a prefix of `end` pages; it also needs all pages after
-        it."""
+        """Return the index of the first page that this component needs of a prefix of `end` pages. The component also
+        needs all later pages of the prefix."""
         page = self.tree.page_size
         return self.tree_component.first_required(end * page) // page
 
     def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
-        """Return the pages, ascending, that the device lacks of a prefix of `end` pages. Device and host together have
-        them all."""
+        """Return the pages, ascending, that this component needs of a prefix of `end` pages and that the device lacks.
+        The host has all these pages."""
         return [index for index in range(self.first_required(end), end) if not pages.on_device(self, index)]
 
     @abstractmethod
@@ -236,7 +239,7 @@ class CacheComponent(ABC):
         """Insert the pages that `load` copies for this component (`pages_to_load`) into the tree after `load.node`, or
         into the lease. Returns the slots or states that the load writes, in the order of the pages.
 
-        `slots`: those of the loaded tokens.
+        `slots`: the slots of the loaded tokens.
         """
 
     def fail_load(self, load: Load) -> None:  # noqa: B027
@@ -268,13 +271,13 @@ class CacheComponent(ABC):
 
     @abstractmethod
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        """Return the violations of: free + held by the tree + owned by leases = capacity. `loads`: those in flight, and
-        those that staged loads read."""
+        """Return the violations of the rule: free + held by the tree + owned by leases = capacity. `loads`: the loads
+        in flight, and the loads whose pages staged loads read."""
 
 
 def account_violations(what: str, sums: tuple[int, int, int], total: int, ids: Sequence[torch.Tensor]) -> list[str]:
-    """Return the violations of: `sums` (free, in the tree, elsewhere) add up to `total`; no id is owned twice; no id is
-    the sink."""
+    """Return the violations of three rules: `sums` (free, in the tree, elsewhere) add up to `total`; no id has two
+    owners; no id is 0, which padding uses."""
     found = []
     if sum(sums) != total:
         found.append(f"{what}: {sums[0]} free + {sums[1]} in the tree + {sums[2]} elsewhere is not {total}")

@@ -23,7 +23,7 @@ from hicache.tiers import FULL
 
 
 class FullAttention(CacheComponent):
-    """The component that every model has."""
+    """The component of full attention, which every model has."""
 
     @classmethod
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
@@ -32,13 +32,13 @@ class FullAttention(CacheComponent):
     def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
         super().__init__(engine, tree_component, link)
         self.allocator = allocator = engine.allocator
-        # In a model with windows, the allocator of full slots alone.
+        # In a model with windows, the part of the allocator that allocates full slots without window slots.
         self._slots: BaseTokenToKVPoolAllocator = (
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
         count, family = engine.metrics.counter, "evict_tokens"
-        demoted, lost = "that the host holds", "that the host does not hold"
-        of = "tokens evicted from the device"
+        demoted, lost = "that the host has", "that the host does not have"
+        of = "tokens that the device evicted and"
         self._demoted = count(
             "evict.device_demoted_tokens", f"{of} {demoted}", family, tier="device", outcome="demoted"
         )
@@ -90,18 +90,19 @@ class FullAttention(CacheComponent):
         return range(min(pages.device_end, end), end)
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Insert the loaded pages after `load.node`. Later matches find them."""
+        """Insert the loaded pages after `load.node`. Later matches find these pages."""
         page, prompt, (rows, pages) = self.page_size, load.prompt, load.pages[FULL]
         first, last = int(pages[0]), int(pages[-1]) + 1
         tokens, value = prompt.tokens[first * page : last * page], slots[: len(rows) * page]
         inserted = self.tree.insert(load.node, tokens, value, prompt.namespace, keys=prompt.keys[first:last])
-        assert np.array_equal(inserted.gained, rows), "the tree had what was to be loaded"
+        assert np.array_equal(inserted.gained, rows), "the tree already had some of the pages to load"
         load.brings[FULL], load.node = rows, inserted.node
         self.resident.begin_load(rows, load.number)
         return value
 
     def fail_load(self, load: Load) -> None:
-        """Remove the loaded pages from the tree. Their slots are freed when no lease or load reads them any more."""
+        """Remove the loaded pages from the tree. The slots of these pages are freed when no lease or load reads the
+        pages any more."""
         if FULL in load.brings:
             released = self.tree.remove(load.brings[FULL])
             load.orphans += [gone.value for gone in released if gone.component == FULL]
@@ -117,7 +118,7 @@ class FullAttention(CacheComponent):
 
 
 def owned_slots(leases: Sequence[Lease], loads: Sequence[Load]) -> list[torch.Tensor]:
-    """Return the slots of leases, and of failed loads that leases or other loads still read."""
+    """Return the slots that leases own, and the slots of failed loads that leases or other loads still read."""
     owned = [lease.held_slots(lease.tree_len, lease.held_len) for lease in leases]
     known = {*loads, *(load for lease in leases for load in lease.loads)}
     known |= {below for load in known for below in load.depends_on}

@@ -1,7 +1,7 @@
 """Recurrent states in the engine: two per request, and one at the end of each node at which a match can end.
 
-A state belongs to exactly the tokens that it has consumed. A request's running state is copied at the end of a page.
-Its checkpoint, the second state, is donated without a copy.
+A state belongs to exactly the tokens that it has consumed. A request has a running state, and may have a checkpoint. A
+commit moves the checkpoint to the tree without a copy, or copies the running state at the end of a page.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hicache.pages.components import MambaComponent, TreeComponent
 from hicache.pages.table import Rows
 from hicache.tiers import MAMBA
 
-_STATES_PER_REQUEST = 2  # the running state and the last checkpoint
+_STATES_PER_REQUEST = 2  # states of a request: the running state and the last checkpoint
 
 
 class RecurrentState(CacheComponent):
-    """The component of models with recurrent layers. Each row of their request table has states."""
+    """The component of models with recurrent layers. Each row of the request table has the states of a request."""
 
     @classmethod
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
@@ -39,15 +39,15 @@ class RecurrentState(CacheComponent):
         assert isinstance(engine.req_to_token, HybridReqToTokenPool)
         self._table, self._pool = engine.req_to_token, engine.req_to_token.mamba_pool
         self._pool.register_layer_transfer_counter(link.counter)
-        # The distance of tokens at which states are stored: ends of pages at which the model's kernels can return a
-        # state.
+        # States are stored at multiples of this number of tokens: ends of pages at which the model's kernels can return
+        # a state.
         self._step = math.lcm(engine.tree.page_size, engine.config.mamba_chunk_tokens)
         self._evicted = engine.metrics.counter(
-            "evict.states", "recurrent states evicted from the device before their pages"
+            "evict.states", "recurrent states that the device evicted before it evicted their pages"
         )
         gauge, total = engine.metrics.gauge, self._pool.size
         gauge("device.total_states", "recurrent states of the device tier", lambda: total)
-        gauge("device.used_states", "recurrent states that the cache or a request holds", self._used)
+        gauge("device.used_states", "recurrent states that the cache or a request uses", self._used)
 
     @property
     def capacity(self) -> int:
@@ -73,7 +73,7 @@ class RecurrentState(CacheComponent):
         return 0
 
     def size_ahead(self, num_slots: int, num_requests: int) -> int:
-        """Return one state per request, which it may donate or keep."""
+        """Return one state for each request: a request may take one state for the tree or for a checkpoint."""
         return num_requests
 
     def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
@@ -93,8 +93,8 @@ class RecurrentState(CacheComponent):
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """Return the next of these positions before `end`: the last page boundary of the prompt, the position at which
-        its cached prefix branches, its branch points, and 1, 2, 4, ... times `mamba_prefill_interval`. So a second
-        prompt hits at least half of a shared prefix."""
+        the cached prefix branches, the request's branch points, and 1, 2, 4, ... times `mamba_prefill_interval`. So
+        another prompt that shares a prefix hits at least half of this prefix."""
         step, interval = self._step, self.config.mamba_prefill_interval
         points = [lease.prompt_len - 1, lease.branching_len, *lease.request.branch_points]
         if interval:
@@ -103,8 +103,8 @@ class RecurrentState(CacheComponent):
         return min((stop for stop in stops if start < stop < end), default=end)
 
     def commit_points(self, lease: Lease, num_tokens: int) -> list[int]:
-        """Return the length of the checkpoint, and the present length if a page ends there: the running state belongs
-        to exactly that length."""
+        """Return the length of the checkpoint, and the present length if a page ends there. The running state belongs
+        to exactly the present length."""
         points = [num_tokens] if not num_tokens % self.tree.page_size else []
         if lease.mamba_checkpoint_idx is not None and lease.checkpoint_len <= num_tokens:
             points = [lease.checkpoint_len, *points]
@@ -144,7 +144,8 @@ class RecurrentState(CacheComponent):
         return len(due) - len(ready)
 
     def release(self, lease: Lease) -> None:
-        """Free the lease's states. If a load may still write to one, it is freed when the load has ended."""
+        """Free the lease's states. If a load may still write to a state, the states are freed when the load has
+        ended."""
         states, load = lease.take_states(), lease.state_load
         if load is not None and not load.done():
             load.orphan_states.setdefault(MAMBA, []).extend(states)

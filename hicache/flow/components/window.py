@@ -1,7 +1,7 @@
 """Sliding windows in the engine: window slots, mapped to full slots, for the last window of each prefix.
 
-A prefix needs the window slots of its last `window` tokens only. The window slots before them are not locked, and are
-evicted first.
+A prefix needs the window slots of its last `window` tokens only. The window slots of earlier tokens are not locked, and
+are evicted first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SlidingWindow(CacheComponent):
         )
         gauge, total = engine.metrics.gauge, self.capacity
         gauge("device.total_window_tokens", "window slots of the device tier", lambda: total)
-        gauge("device.used_window_tokens", "window slots that the cache or a request holds", self._used)
+        gauge("device.used_window_tokens", "window slots that the cache or a request uses", self._used)
 
     @property
     def max_tokens(self) -> int:
@@ -108,7 +108,7 @@ class SlidingWindow(CacheComponent):
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         required = self.tree.required_rows(SWA, load.node)
         rows = required[~self.resident.has(required)]
-        assert len(rows) == len(load.pages[SWA].rows), "the tree had what was to be loaded"
+        assert len(rows) == len(load.pages[SWA].rows), "the tree already had some of the pages to load"
         value = self.resident.value(rows)
         self.take(value)
         with ExitStack() as undo:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hicache.metrics import HistogramValue, Metrics
+from hicache.metrics import HistogramValue, MetricInfo, Metrics, joined_help
 
 _EVERY_S = 1.0
-_FAMILIES: dict[str, Any] = {}  # one dict per process, because prometheus_client accepts each name once
+_FAMILIES: dict[str, Any] = {}  # shared by all ranks of the process, because prometheus_client accepts each name once
 
 
 class Endpoint:
@@ -30,24 +30,28 @@ class Endpoint:
             return
         self._due_s = self._clock() + _EVERY_S
         about = metrics.describe()
+        members: dict[str, list[MetricInfo]] = {}
+        for info in about.values():
+            members.setdefault(info.family, []).append(info)
         for name, value in metrics.snapshot().items():
             if isinstance(value, HistogramValue):
                 continue
             info = about[name]
             labels = {**info.labels, **self._labels}
-            family = _family(info.type, f"hicache_{info.family}", info.help, tuple(labels)).labels(**labels)
+            help = joined_help(members[info.family])
+            family = _family(info.type, f"hicache_{info.family}", help, tuple(labels)).labels(**labels)
             if info.type == "gauge":
                 family.set(value)
                 continue
             before = self._counted.get(name, 0.0)
-            # if the value is lower than before, the store was reopened
+            # A value below the previous value means that the store was reopened and counts from zero.
             family.inc(value - before if value >= before else value)
             self._counted[name] = value
 
 
 def _family(kind: str, name: str, help: str, labels: tuple[str, ...]) -> Any:
     if name not in _FAMILIES:
-        # Imported late: SGLang first sets the folder in which its processes collect their metrics.
+        # The import is here, because SGLang must first set the folder in which its processes collect their metrics.
         from prometheus_client import Counter, Gauge
 
         if kind == "gauge":

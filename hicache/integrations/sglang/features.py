@@ -1,4 +1,5 @@
-"""The features of SGLang that hicache's storage backend uses. `probes` checks them. Imports nothing of SGLang."""
+"""The features of SGLang that hicache's storage backend uses. `probes` checks these features. This module imports
+nothing of SGLang."""
 
 from __future__ import annotations
 

@@ -1,16 +1,19 @@
-"""Decides by the measured speeds of server and disk whether the pages of a prompt that are on the disk are loaded.
+"""Decides whether the pages of a prompt that are on the disk are loaded or computed, by the measured speeds of disk and
+server.
 
     looked up | loads                  | computes the rest   | stored
               ^ the disk is busy       ^ waits for the GPU or runs on it: other prompts that compute delay it
 
-SGLang passes no information on its requests or forward passes to a backend. The gate therefore keeps, for each prompt
-that was looked up and is not complete, the keys of pages still to be read and of pages still to be computed.
-Requests that decode are not visible, so the gate counts fewer requests than wait.
+SGLang passes no information on its requests or forward passes to a storage backend. So for each prompt that was looked
+up and is not complete, the gate records the keys of pages that are still to be read, and of pages that are still to be
+computed. The gate does not know of requests that decode, so it underestimates the number of requests that a prefill
+delays.
 
-The prefill speed is measured by SGLang's copies of computed tokens to the host (with `write_through`): the tokens of
-copies, divided by the time since the copies before, or since a prompt began to wait if none waited before. Copies of
-tokens that no waiting prompt needs are not counted. Of two successive measurements the faster one is used, because
-compilation or a busy GPU slows single measurements. With `prefill_tokens_per_s` set, no speed is measured.
+With `write_through`, SGLang copies computed tokens to the host, and the gate measures the prefill speed by these
+copies. The speed is the number of copied tokens, divided by the time since the previous copies. If no prompt waited
+before, the measured time begins when a prompt begins to wait. Copies of tokens that no waiting prompt needs are not
+counted. Of two successive measurements the faster one is used, because compilation or a busy GPU slows single
+measurements. If `prefill_tokens_per_s` is set, no speed is measured.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from hicache.metrics import Metrics
 from hicache.stores.side_by_side import answer_limit_s
 from hicache.tiers import Store
 
-_MIN_TOKENS = 1024  # minimum tokens of a measurement; for fewer tokens, most of the time is overhead
+_MIN_TOKENS = 1024  # minimum tokens of a measurement; the time for fewer tokens is mostly overhead
 _FORGET_S = 30.0  # age in seconds at which a prompt is dropped, because SGLang does not report aborted requests
 _MAX_COSTLY_KEYS = 1 << 16
 _MIN_WAIT_S = 0.5  # minimum wait in seconds, longer than the pauses of a working disk
@@ -36,10 +39,11 @@ _MIN_WAIT_S = 0.5  # minimum wait in seconds, longer than the pauses of a workin
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt with pages that are still to be loaded (`to_load`) and then computed (`to_compute`).
+    """A prompt that is not complete. `to_load`: keys of pages that are still to be loaded. `to_compute`: keys of pages
+    that are computed after the loads.
 
-    `to_compute` maps each key to the index of its page, counted from token `start`; `num_done` of these pages' tokens
-    are computed. `last`: the last key, which identifies the prompt when it is looked up again.
+    `to_compute` maps each key to the index of its page, counted from token `start`. `num_done`: number of tokens of
+    these pages that are already computed. `last`: the last key, which identifies the prompt when it is looked up again.
     """
 
     last: str
@@ -63,8 +67,8 @@ class _Computed(NamedTuple):
 class LoadGate(ServerLoadPolicy):
     """Decides for each prompt that SGLang looks up whether its pages are loaded from the disk or computed. Any thread
     may call its methods. `tokens_per_s`: prefill speed in tokens per second; "auto": measured. `page_tokens`: tokens of
-    a page. `clock`: returns the current time in seconds. `store`: stores the measured prefill speed for the next
-    start. `stores`: those that pages are read from."""
+    a page. `clock`: returns the current time in seconds. `store`: stores the measured prefill speed for the next start.
+    `stores`: the stores from which pages are read."""
 
     def __init__(
         self,
@@ -75,22 +79,22 @@ class LoadGate(ServerLoadPolicy):
         store: NoteStore,
         stores: Iterable[Store],
     ) -> None:
-        # The parallel reads of one call are timed as one read.
+        # One reader for each store, because the parallel reads of one call are timed as one read.
         super().__init__(CostModel(tokens_per_s, dict.fromkeys(stores, 1), metrics, clock), metrics)
         self._page_tokens = page_tokens
         self._clock = clock
         self._note = PrefillNote(self.cost.prefill, store)
         self._lock = threading.Lock()
         self._costly: dict[str, None] = {}  # the last pages of prompts that take long to compute
-        self._prompts: list[_Prompt] = []  # prompts that are not complete yet, in the order of their look-up
-        # time at which computing the tokens of the next measurement began; inf: no prompt waits
+        self._prompts: list[_Prompt] = []  # incomplete prompts, in the order of their look-up
+        # time at which the GPU began to compute the tokens of the next measurement; inf if no prompt waits
         self._since_s = math.inf
-        self._copied = 0  # tokens copied since then
+        self._copied = 0  # tokens copied since `_since_s`
         self._pairs = 0.0  # sum of the positions of these tokens
         self._before: _Computed | None = None
 
     def decide(self, keys: Sequence[str], held: Sequence[Store], page_bytes: int) -> bool:
-        """Return whether to load the first `len(held)` pages of a prompt; `held`: the store of each."""
+        """Return whether to load the first `len(held)` pages of a prompt. `held`: the store of each of these pages."""
         num_held = len(held)
         if not keys:
             return False
@@ -115,25 +119,26 @@ class LoadGate(ServerLoadPolicy):
         return loads
 
     def wait_s(self, num_pages: int) -> float:
-        """Return the maximum wait for the next of `num_pages` pages, in seconds: the time that computing them all would
-        take."""
+        """Return the maximum wait for the next of `num_pages` pages, in seconds. The maximum wait is the time that
+        computing all these pages would take, but at least `_MIN_WAIT_S`."""
         with self._lock:
             return max(_MIN_WAIT_S, self.cost.longest_wait_s(0, num_pages * self._page_tokens))
 
     def answer_s(self, num_pages: int) -> float:
-        """How long a prompt of `num_pages` waits for the remote store to look it up, in seconds."""
+        """Return the time in seconds for which a prompt of `num_pages` waits until the remote store has answered its
+        look-up."""
         with self._lock:
             return answer_limit_s(self.cost.longest_wait_s(0, num_pages * self._page_tokens))
 
     def are_costly(self, keys: Sequence[str]) -> bool:
-        """Whether these pages are of a prompt that takes long to compute, as far as its length and the speed are
-        known."""
+        """Return whether these pages belong to a prompt that takes long to compute. Returns False if the prefill speed
+        is unknown, and may return False if the length of the prompt is unknown."""
         with self._lock:
             return keys[0] in self._costly or self.cost.is_costly(len(keys) * self._page_tokens)
 
     def read(self, keys: Sequence[str], read: Sequence[Store], page_bytes: int, seconds: float) -> None:
-        """Note that a call has read the first `len(read)` pages of `keys` in `seconds`; `read`: the store of each. If
-        pages were missing, SGLang reads no further pages of the prompt."""
+        """Record that a call has read the first `len(read)` pages of `keys` in `seconds`. `read`: the store of each of
+        these pages. If pages were missing, SGLang reads no further pages of the prompt."""
         num_read = len(read)
         with self._lock:
             for store in {*read}:
@@ -144,15 +149,15 @@ class LoadGate(ServerLoadPolicy):
             self._settle()
 
     def abandon_read(self) -> None:
-        """Count a read that was ended because a page did not arrive in time."""
+        """Count a read that ended because a page did not arrive in time."""
         with self._lock:
             self.abandon()
 
     def computed(self, num_tokens: int) -> None:
-        """Record that SGLang copies the KV of `num_tokens` tokens to the host. Called by SGLang's scheduler; does not
-        access the store."""
+        """Record that SGLang copies the KV of `num_tokens` tokens to the host. SGLang's scheduler thread calls this
+        method, so it does not access the store."""
         with self._lock:
-            for prompt in self._waiting():  # prompts are in the order of look-up, in which SGLang usually serves them
+            for prompt in self._waiting():  # SGLang usually serves prompts in the order of look-up
                 done = min(num_tokens, len(prompt.to_compute) * self._page_tokens - prompt.num_done)
                 self._copied += done
                 self._pairs += done * (prompt.start + prompt.num_done + done / 2)
@@ -166,11 +171,12 @@ class LoadGate(ServerLoadPolicy):
             self._settle()
 
     def offered(self, keys: Sequence[str]) -> None:
-        """Record that SGLang offers pages to be stored. The offered pages were computed, or loaded before."""
+        """Record that SGLang offers pages to be stored. SGLang has computed or loaded these pages before."""
         with self._lock:
             self._note.step()
             for prompt in self._prompts:
-                # SGLang computed these pages, because it found too few pages to load
+                # SGLang has computed pages that the gate expected to be loaded, because SGLang found too few pages to
+                # load.
                 if not prompt.to_load.isdisjoint(keys):
                     prompt.to_load.clear()
                 end = 1 + max((prompt.to_compute.get(key, -1) for key in keys), default=-1)
@@ -178,7 +184,8 @@ class LoadGate(ServerLoadPolicy):
             self._settle()
 
     def _is_worth_loading(self, others: Sequence[_Prompt], held: Sequence[Store], page_bytes: int) -> bool:
-        """The stores are read at once, so the slower one decides. Queued pages count for each store."""
+        """Return whether loading takes less time than computing. The stores are read concurrently, so the slower store
+        decides. For each store, all queued pages are counted."""
         queued, num_pages = sum(len(prompt.to_load) for prompt in others), len(held)
         loads_s = [self.cost.read_s((queued + held.count(store)) * page_bytes, 1, store) for store in {*held}]
         known_s = [load_s for load_s in loads_s if load_s is not None]
@@ -190,7 +197,8 @@ class LoadGate(ServerLoadPolicy):
         return (prompt for prompt in self._prompts if not prompt.to_load)
 
     def _settle(self) -> None:
-        """Remove completed prompts, and update the time since which some prompt has waited for the GPU."""
+        """Remove completed prompts, and update `_since_s`, the time since which at least one prompt has waited for the
+        GPU."""
         self._prompts = [
             prompt
             for prompt in self._prompts

@@ -1,7 +1,8 @@
-"""Counts the tokens that SGLang copies from the GPU to a host pool, when SGLang submits the copies.
+"""Counts the tokens that SGLang copies from the GPU to a host pool. A copy is counted when SGLang submits it.
 
-With `write_through` SGLang copies tokens as soon as they are computed, so the copies show the prefill speed, which
-SGLang does not report to a storage backend. Other write policies copy later and are not watched.
+SGLang does not report its prefill speed to a storage backend. With the write policy `write_through`, SGLang copies
+tokens as soon as they are computed, so the copies show the prefill speed. With other write policies SGLang copies
+later, so these copies are not counted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class HostCopies:
         self._pool: Any = None
 
     def watch(self, pool: Any, on_copy: Callable[[int], None]) -> None:
-        """Watch `pool` from now on, and no other pool. `on_copy` is called with the tokens of each copy and must not
-        raise."""
+        """Count the copies to `pool` from now on, and stop counting copies to an earlier pool. `on_copy` is called with
+        the number of tokens of each copy, and must not raise."""
         self.end()
         if get_server_args().hicache_write_policy != "write_through":
             return
@@ -38,7 +39,7 @@ class HostCopies:
         self._pool = pool
 
     def end(self) -> None:
-        """Restore the method of the pool."""
+        """Stop counting, and restore the pool's own method."""
         if self._pool is not None:
             delattr(self._pool, _METHOD)
             self._pool = None

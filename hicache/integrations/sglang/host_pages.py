@@ -1,14 +1,15 @@
-"""Copies a page of SGLang's host pools to and from one run of bytes, for any layout of the pool.
+"""Copies a page of SGLang's host pools to and from a contiguous array of bytes, for any layout of the pool.
 
 SGLang returns the addresses and the order of the pieces of a page (`get_page_buffer_meta`):
 
-    layer_first                      2 * layers pieces a page: K and V of each layer
+    layer_first                      2 * layers pieces per page: K and V of each layer
     page_first, page_first_direct    2 pieces: K and V of all layers
-    latent attention, index keys     1 piece, or one a layer
-    Mamba states                     one a component
+    latent attention, index keys     1 piece per page, or 1 per layer
+    Mamba states                     1 piece per component
 
-Pools without pieces (some layouts of sidecar pools) return flat copies. Pools without bytes (anchors of pools whose
-bytes are all in sidecars) get a marker page, so that the store can tell which of their pages exist.
+Some layouts of sidecar pools have no pieces; these pools return flat copies of their pages. An anchor pool whose bytes
+are all in sidecar pools has no bytes. The store keeps a marker page for each page of this pool, so that a look-up finds
+which pages exist.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ Location: TypeAlias = Any  # the location of a page in the pool, in the form tha
 
 
 class HostPages(Protocol):
-    """The pages of one host pool. `form`: the order of a page's bytes. `page_slots`: slots of a page.
+    """The pages of one host pool. `form`: name of the order of a page's bytes. `page_slots`: number of slots in a page.
 
-    `locations` finds pages by their slots, `[pages * page_slots]`. `gather` copies a page into `page`, `scatter` copies
-    it back. `gather` and `scatter` access the pool's memory, so the pool must be alive.
+    `locations` returns the locations of pages, given their slots `[pages * page_slots]`. `gather` copies a page of the
+    pool into `page`; `scatter` copies `page` into the pool. `gather` and `scatter` access the pool's memory, so the
+    pool must exist.
     """
 
     form: str
@@ -53,7 +55,7 @@ class HostPages(Protocol):
 
 
 class PiecedPages:
-    """Pages that are copied piece by piece, in the pool's order."""
+    """Pages that are copied piece by piece, in the order in which the pool returns the pieces."""
 
     form = "pieces"
 
@@ -104,7 +106,7 @@ class FlatPages:
 
 
 class MarkerPages:
-    """Pages without bytes: their stored page is a marker of zeros."""
+    """Pages without bytes. The stored page is a marker of zeros."""
 
     form = "marker"
     page_bytes = MARKER_BYTES
@@ -119,16 +121,16 @@ class MarkerPages:
         page[:] = 0
 
     def scatter(self, location: None, page: PageBuffer) -> None:
-        """Do nothing: the page has no bytes."""
+        """Do nothing, because the page has no bytes."""
 
 
 def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
-    """Return the pages of `pool`. `pieces` False: use the byte order of the pool's flat pages, for callers that pass
-    flat pages. Raises `ConfigError` if the pool supports neither."""
+    """Return the pages of `pool`. If `pieces` is False, use the byte order of the pool's flat pages, because the caller
+    passes flat pages. Raises `ConfigError` if the pool supports neither pieces nor flat pages."""
     refusals = []
     if pieces:
         try:
-            # None is returned by a pool without bytes, whose flat pages are empty.
+            # A pool without bytes returns None, and its flat pages are empty.
             if (found := pool.get_page_buffer_meta(torch.arange(pool.page_size, dtype=torch.int64))) is not None:
                 return PiecedPages(pool, found[1])
         except (NotImplementedError, ValueError) as error:  # pools without pieces raise these errors
@@ -141,14 +143,14 @@ def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
         return flat if flat.page_bytes else MarkerPages(pool)
     interface = "" if pieces else "interface_v1 to 1 and "
     raise ConfigError(
-        f"SGLang's host pool {name} ({type(pool).__name__}, layout {pool.layout}) gives its pages to no storage "
+        f"SGLang's host pool {name} ({type(pool).__name__}, layout {pool.layout}) does not give its pages to a storage "
         f"backend: {'; '.join(refusals)}; set {interface}--hicache-mem-layout page_first"
     )
 
 
 def page_format(pages: HostPages, dtype: torch.dtype) -> PageFormat:
-    """Return the format of stored pages: if all numbers of a page have one width, bytes of equal significance are
-    grouped, because they compress better."""
+    """Return the format of stored pages. If all numbers of a page have the same width, the format groups bytes of equal
+    significance, because grouped bytes compress better."""
     width = dtype.itemsize
     if pages.form == "marker" or width not in _FILTERED_BYTES or pages.page_bytes % width:
         return PageFormat(pages.page_bytes)

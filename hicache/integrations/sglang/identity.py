@@ -1,5 +1,5 @@
-"""The identity of stored pages: all properties of model and server that decide the meaning of their bytes. SGLang's
-keys only identify tokens."""
+"""The identity of stored pages: all properties of model and server that decide the meaning of a page's bytes. SGLang's
+keys do not have these properties, because they identify only tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def store_identity(
     config: Any, anchor: dict[str, str | int], *, shared: bool, devices: Devices = "same"
 ) -> dict[str, str | int]:
     """Return the identity of a store. `config`: SGLang's `HiCacheStorageConfig`. `anchor`: the description of the pool
-    that holds the model's KV. `devices`: whether kinds of GPUs share pages. Raises `ConfigError` without a model name,
-    or if the weights cannot be read."""
+    with the model's KV. `devices`: whether different kinds of GPUs share pages. Raises `ConfigError` without a model
+    name, or if the weights cannot be read."""
     if not config.model_name:
         raise ConfigError("SGLang names no model, so pages could be served to another one; set --served-model-name")
     tp = "any" if shared else f"{config.tp_size}/{config.tp_rank}"
@@ -49,7 +49,7 @@ def store_identity(
 
 
 def device_name() -> str:
-    """The name of the GPU; "cpu" without one."""
+    """Return the name of the GPU; "cpu" without a GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
@@ -57,7 +57,8 @@ def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
     """Return the fields that decide the meaning of a pool's bytes, in readable form."""
     found: dict[str, str | int] = {
         "pool": type(pool).__name__,
-        # A host pool stores all 8-bit types as plain bytes, so the server's setting is needed to distinguish them.
+        # A host pool stores all 8-bit dtypes as plain bytes, so the server's setting is needed to distinguish these
+        # dtypes.
         "dtype": f"{pool.dtype}/{get_server_args().kv_cache_dtype}".removeprefix("torch."),
         "layout": pool.layout,
         "order": pages.form,

@@ -1,4 +1,4 @@
-"""The part of the identity that distinguishes models of the same name that SGLang serves."""
+"""The fields of the identity that distinguish SGLang's models of the same name."""
 
 from __future__ import annotations
 

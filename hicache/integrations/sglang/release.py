@@ -1,5 +1,5 @@
-"""The installed release of SGLang, and classes imported from it. Importing this module raises `ConfigError` if SGLang
-lacks a feature that the backend uses."""
+"""The installed release of SGLang, and classes imported from SGLang. Importing this module raises `ConfigError` if
+SGLang lacks a feature that the backend uses."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hicache.integrations.sglang.features import USED
 from hicache.integrations.versions import SGLANG, release_name, require_features, require_overrides, warn_untested
 
 _VERSION = version("sglang")
-# In the identity of a store, like "0.5.23"; see `release_name`.
+# The release in the identity of a store, for example "0.5.23"; see `release_name`.
 RELEASE = release_name(_VERSION, SGLANG)
 require_features("SGLang", _VERSION, SGLANG, (USED,))
 
-if RELEASE:  # the probe runs first, so that another release is refused before a missing name raises ImportError
+if RELEASE:  # the check runs before these imports, which would raise ImportError for a missing name
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.observability.metrics_collector import StorageMetrics
     from sglang.srt.runtime_context import get_server_args
 
-# Pools with heads.
+# Pools whose pages have attention heads.
 HEADS: tuple[Any, ...] = (MHATokenToKVPoolHost, MHATokenToKOnlyPoolHost)
-# Pools of which each tensor parallel rank holds a different part, even if the model has latent attention.
+# Pools whose data differs between tensor parallel ranks, even if the model has latent attention.
 SHARDED: tuple[Any, ...] = (*HEADS, MambaPoolHost)
 
 __all__ = [

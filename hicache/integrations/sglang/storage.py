@@ -1,11 +1,12 @@
-"""SGLang's third tier: a storage backend over hicache's page store, which SGLang loads as `dynamic`.
+"""SGLang's third tier: a storage backend that uses hicache's page store. SGLang loads this module as a `dynamic`
+backend.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "hicache",
         "module_path": "hicache.integrations.sglang.storage", "class_name": "HiCacheDisk", "interface_v1": 1,
         "path": "/data/pages", "budget": "100GB"}'
 
-A page of a pool is one value in the store. Each rank has a store for the pools of which it holds a different part of
-the model. Pages that are equal on all ranks, as with latent attention, are written by one rank and read by all.
+A page of a pool is one value in the store. If ranks have different parts of a pool, each rank has a store for its part.
+If a pool has equal pages on all ranks, as with latent attention, one rank writes the pages and all ranks read them.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ class Pool(NamedTuple):
 
 
 class HiCacheDisk(hicache_storage.HiCacheStorage):
-    """The storage backend. Used concurrently by four threads of SGLang: the scheduler thread constructs it, passes its
-    host pools, clears and closes it; the prefetch thread looks pages up; the I/O thread reads them; the backup thread
-    writes them.
+    """The storage backend. Four threads of SGLang use the backend concurrently. The scheduler thread constructs the
+    backend, registers host pools, clears and closes the backend. The prefetch thread looks up pages, the I/O thread
+    reads pages, and the backup thread writes pages.
 
-    Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message. Later, a
-    page that cannot be stored or loaded is a miss. If a bug raises in one of SGLang's threads, SGLang logs it and
-    computes the tokens.
+    If the constructor or the registration of a pool raises `ConfigError` or `StoreError`, the server stops with a
+    message. Later, a page that cannot be stored or loaded is a miss. If a defect raises another error in one of
+    SGLang's threads, SGLang logs the error and computes the tokens.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -141,7 +142,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self._copies.watch(self._host_pools[_KV], self.gate.computed)
 
     def clear(self) -> None:
-        """Remove all pages of the local stores that this process may write."""
+        """Remove all pages of the disk stores to which this process may write."""
         for pool in {pool.tier: pool for pool in self._pools.values() if pool.writes}.values():
             if not pool.tier.clear():
                 log.warning("the pages in %s are not removed yet", pool.server.path)
@@ -162,8 +163,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             return True
 
     def get_stats(self) -> StorageMetrics:
-        """Return the pages and GB/s of each read and write since the last call. SGLang calls this once a step if it
-        exports metrics; all other metrics are exported here too."""
+        """Return the number of pages and the GB/s of each read and write since the last call. If SGLang exports
+        metrics, it calls this method once per step; then this method also exports all other metrics of hicache."""
         if self._endpoint is not None and self._pools:
             self._endpoint.publish(self.metrics)
         with self._sampling:
@@ -270,7 +271,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             progress_s = clock()
 
         names = pool.keys(keys)
-        stores = pool.tier.stores_of(names)  # as of now: reads are stored on the disk, too
+        stores = pool.tier.stores_of(names)  # looked up before the read, which moves pages to the disk
         wait_s = gate.wait_s(len(keys)) if pool is self._pools.get(_KV) else math.inf
         num_read = pool.tier.read(names, pool.pages.page_bytes, receive, wait_s)
         if num_read < len(keys) and clock() - progress_s > wait_s:
@@ -328,14 +329,16 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
 
 def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
-    """Return the locations in the pool of the pages of `keys`, by their slots `[keys * page_slots]`."""
+    """Return the locations of pages in the pool, one for each of `keys`. `slots`: the slots of these pages, `[keys *
+    page_slots]`."""
     if slots is None or slots.numel() != len(keys) * pool.pages.page_slots:
         raise ValueError(f"{len(keys)} pages of {pool.pages.page_slots} slots, but the slots are {slots}")
     return pool.pages.locations(slots)
 
 
 def _restorable(stored: Sequence[bool], window: int) -> set[int]:
-    """Return the prefix lengths, in pages, at which the last `window` pages are stored. `stored`: which pages are."""
+    """Return each prefix length, in pages, at which the last `window` pages of the prefix are stored. `stored`: whether
+    each page is stored."""
     lengths, run = set(), 0
     for length, is_stored in enumerate(stored, 1):
         run = run + 1 if is_stored else 0

@@ -1,7 +1,7 @@
-"""Plug-ins for vLLM, which imports them by name: `"module_path": "hicache.integrations.vllm"`.
+"""Plug-ins for vLLM. vLLM imports each plug-in by its name from `"module_path": "hicache.integrations.vllm"`.
 
-A name is imported when vLLM first uses it. hicache then connects its log to vLLM's, and checks that this vLLM has what
-the plug-in uses.
+The plug-in is imported when vLLM first uses its name. At this time hicache connects its log to vLLM's log, and checks
+that this vLLM has all features that the plug-in uses.
 """
 
 from hicache.integrations.vllm.features import PLUG_INS

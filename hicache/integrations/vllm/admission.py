@@ -1,6 +1,7 @@
-"""Decides the tier's answer to a look-up of chunks that the disk holds: hit (load them), miss, or retry.
+"""Decides the tier's answer to a look-up of chunks that are on the disk: hit (the chunks are loaded), miss, or retry.
 
-This module knows which tokens the chunks contain and how many rows the CPU tier has free; the gate decides.
+This module determines the tokens of the chunks and the number of free rows of the CPU tier. The gate uses both to
+decide.
 """
 
 from __future__ import annotations
@@ -20,31 +21,33 @@ from hicache.integrations.vllm.promotions import Promotions
 
 
 def chunk_tokens(config: OffloadingConfig) -> dict[int, int]:
-    """Tokens of a chunk, by group of layers."""
+    """Return the number of tokens in a chunk, by group of layers."""
     return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 class CpuRows:
-    """The free rows of vLLM's CPU tier, for requests that wait for the disk. Owned by the tier. Under vLLM's own
-    policies no request waits for rows, because they may evict its other chunks."""
+    """The free rows of vLLM's CPU tier, for requests that wait for the disk. The tier owns this object. Under vLLM's
+    own policies no request waits for rows, because these policies may evict other chunks of the request during the
+    wait."""
 
     def __init__(self, spec: OffloadingSpec) -> None:
         self._spec = spec
 
     @cached_property
     def _policy(self) -> CachePolicy | None:
-        """The policy of the CPU tier. vLLM creates it and the manager after this tier, but before the first request."""
+        """The policy of the CPU tier. vLLM creates the policy and the manager after this tier, but before the first
+        request."""
         manager = self._spec.get_manager()
         return manager.primary_tier._policy if isinstance(manager, TieringOffloadingManager) else None
 
     def lacking(self, chunks: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """The chunks that the CPU tier neither has nor is loading."""
+        """Return the chunks that the CPU tier does not have and is not loading."""
         policy = self._policy
         return [chunk for chunk in chunks if policy is None or policy.get(chunk) is None]
 
     def rows(self, req_context: ReqContext, until: int, *, may_grow: bool) -> Rows:
-        """The rows that the request can get for its tokens up to `until`, in addition to rows that already have some of
-        them."""
+        """Return the rows that the request can get for its tokens up to `until`. Rows that already have chunks of the
+        request are not counted."""
         if not isinstance(self._policy, EvictsGpuCopies):
             return UNKNOWN_ROWS
         resident = self._resident(req_context, until)
@@ -52,7 +55,8 @@ class CpuRows:
         return Rows(self._policy.num_obtainable(resident), num_all, may_grow)
 
     def keep(self, req_context: ReqContext, until: float, promotions: Promotions) -> None:
-        """Keep the chunks in the CPU tier that end at or before token `until`, while the request waits."""
+        """Keep those chunks of the request in the CPU tier that end at or before token `until`, while the request
+        waits."""
         if isinstance(self._policy, EvictsGpuCopies):
             self._policy.keep(self._resident(req_context, until), promotions)
 
@@ -63,8 +67,9 @@ class CpuRows:
 
 
 class Admission:
-    """Owned by the tier. `are_remote`: which chunks would be read from the remote store. `queue`: returns the pending
-    loads. `chunk_tokens`: tokens of a chunk, by group of layers."""
+    """Decides on loads of chunks. The tier owns this object. `are_remote`: returns, for each chunk, whether it would be
+    read from the remote store. `queue`: returns the pending loads. `chunk_tokens`: tokens of a chunk, by group of
+    layers."""
 
     def __init__(
         self,
@@ -86,9 +91,9 @@ class Admission:
         self._waiting: dict[str, Promotions] = {}  # requests with loads, until they are scheduled
 
     def admits(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return whether to load a chunk that the disk holds, for a request. None: retry in the next step, because the
-        store has not answered for all chunks yet, or the CPU tier has no free rows yet. If vLLM does not report the
-        chunk's tokens, it is loaded."""
+        """Return whether to load a chunk that is on the disk, for a request. None means that vLLM should retry in the
+        next step: the store has not answered for all chunks yet, or the CPU tier has too few free rows. If vLLM does
+        not report the tokens of the chunk, the chunk is loaded."""
         gate, request = self._gate, req_context.req_id
         candidate = gate.candidate(request)
         if candidate is None or not candidate.loads:
@@ -108,7 +113,7 @@ class Admission:
         return candidate.loads
 
     def promotions(self, req_context: ReqContext) -> Promotions:
-        """The loads of a request, created at its first load."""
+        """Return the loads of a request. The object is created at the first load."""
         promotions = req_context.get_state(Promotions)
         if promotions is None:
             promotions = self._waiting[req_context.req_id] = Promotions()
@@ -116,29 +121,30 @@ class Admission:
         return promotions
 
     def waits_no_longer(self, request: str) -> None:
-        """Note that the request is scheduled or has finished."""
+        """Record that the request is scheduled or has finished."""
         promotions = self._waiting.pop(request, None)
         if promotions is not None:
             promotions.waits = False
 
     def span(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, int] | None:
-        """The tokens [start, end) of the prompt from the first to the last of the chunks; None without chunks, or if
-        vLLM does not report their tokens."""
+        """Return the tokens [start, end) of the prompt from the first chunk to the last chunk; None without chunks, or
+        if vLLM does not report the tokens of a chunk."""
         spans = self._spans(chunks, req_context)
         return (min(start for start, _ in spans), spans[-1][1]) if spans else None
 
     def _add_candidate(self, chunk: OffloadKey, start: int, req_context: ReqContext) -> Candidate:
-        """Start a candidate for the request. If there was one before, the CPU tier evicted chunks while the request
-        waited, so the request now needs more chunks, and the earlier decision and look-ups do not cover these."""
+        """Start a candidate for the request. If the request already has a candidate, the CPU tier has evicted chunks
+        while the request waited. The request now needs more chunks, and the earlier decision and look-ups do not
+        include these chunks."""
         request = req_context.req_id
         if self._gate.candidate(request) is not None:
             self._lookups.forget(request)
             self._lookups.lookup(chunk, request)
-        # vLLM reports no prompt length, and stops looking chunks up at a missing one.
+        # vLLM does not report the prompt length, and looks up chunks only until the first missing chunk.
         return self._gate.add_candidate(request, start, max(req_context._offload_key_positions.values()))
 
     def _decide(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
-        # Chunks that another request has loaded since then, or will load, need no row and no read.
+        # A chunk that another request has loaded since the look-up, or is loading, needs no row and no read.
         chunks = self._cpu_rows.lacking(held) or held
         spans = self._spans(chunks, req_context)
         if not spans:
@@ -149,7 +155,7 @@ class Admission:
         if self._gate.has_waiting:
             rows = Rows(0, len(spans), may_grow=True)
         else:
-            # No request with rows waits for more rows, so all of them will release theirs.
+            # A request with rows never waits for more rows, so every request will release its rows.
             may_grow = queue.releases_rows or bool(self._waiting.keys() - {request})
             rows = self._cpu_rows.rows(req_context, until, may_grow=may_grow)
         self._gate.decide(request, spans, self._chunk_bytes, queue, rows, is_remote)
@@ -157,7 +163,8 @@ class Admission:
             self._cpu_rows.keep(req_context, candidate.until, self.promotions(req_context))
 
     def _spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
-        """The tokens [start, end) of each chunk, ordered by end; empty if vLLM does not report those of a chunk."""
+        """Return the tokens [start, end) of each chunk, ordered by end. Returns [] if vLLM does not report the tokens
+        of a chunk."""
         spans = []
         for chunk in chunks:
             end = req_context.get_offload_key_position(chunk)

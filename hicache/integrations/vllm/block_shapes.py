@@ -1,14 +1,14 @@
 """Positions of tokens and channels within a block of vLLM's cache, in the form that `PagePacker` needs.
 
-Each row of a tile contains channels of one head's keys or values for one token. Then the exponents of a channel are
-close to each other:
+Each row of a tile contains channels of one head's keys or values for one token. If a tile has the channels of one head,
+the exponents of a channel are close to each other:
 
-    HND (LBHNC)   [head][token][keys, values]     row of token n, head h: number h * tokens + n
-    NHD (LBNHC)   [token][head][keys, values]     number n, all heads in it
+    HND (LBHNC)   [head][token][keys, values]     row h * tokens + n has token n of head h
+    NHD (LBNHC)   [token][head][keys, values]     row n has token n of all heads
 
 Tiles have 128 channels. The remaining channels of a head are in tiles of 64, 32 and 16; each width has its own packer.
-If a shape is not that of the cache, more chunks do not fit their packed size, but unpacking still restores the same
-bytes.
+If a shape differs from the real shape of the cache, fewer chunks fit the packed size, but unpacking still restores the
+same bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _WIDTHS = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The layout of heads in a block. `channels`: elements of keys and values that a token has in one head; None:
-    unknown."""
+    """The layout of heads in a block. `channels`: number of elements of keys and values that a token has in one head;
+    None if it is unknown."""
 
     channels: int | None = None
     is_token_first: bool = False
@@ -52,16 +52,16 @@ class BlockShape:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """The values that the packed bytes depend on."""
+        """The values on which the packed bytes depend."""
         return (self.tokens, self.width, self.row_bytes, *self.firsts)
 
     def within(self, page_bytes: int) -> BlockShape:
-        """The same shape for contiguous blocks of `page_bytes`."""
+        """Return the same shape for contiguous blocks of `page_bytes`."""
         return BlockShape(self.tokens, self.width, self.row_bytes, page_bytes // self.row_bytes, self.firsts)
 
     def buffers(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tiles of all blocks of `tensor`, uint8 `[blocks, page_bytes]`: one bfloat16 `[rows, width]` view for each
-        tile."""
+        """Return the tiles of all blocks of `tensor`, uint8 `[blocks, page_bytes]`, as one bfloat16 `[rows, width]`
+        view for each tile."""
         num_rows = (len(tensor) - 1) * self.block_rows + self.tokens
         flat = torch.as_strided(tensor, ((len(tensor) - 1) * tensor.stride(0) + tensor.shape[1],), (1,))
         elements = flat.view(torch.bfloat16)
@@ -76,13 +76,13 @@ class BlockShape:
         ]
 
     def slots(self, blocks: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The rows of the tokens of `blocks`, int64 `[blocks * tokens]`."""
+        """Return the row of each token in `blocks`, int64 `[blocks * tokens]`."""
         return torch.from_numpy((blocks[:, None] * self.block_rows + np.arange(self.tokens)).reshape(-1))
 
 
 def digest_of(shapes: Sequence[tuple[BlockShape, Sequence[int]]]) -> bytes:
-    """A digest of 7 bytes that differs if packed chunks must be unpacked differently. Each shape comes with the indices
-    of its tensors."""
+    """Return a digest of 7 bytes. Two digests differ if packed chunks must be unpacked differently. `shapes`: each
+    shape with the indices of its tensors."""
     description = repr([(shape.kind, tuple(tensors)) for shape, tensors in shapes])
     return hashlib.sha256(description.encode()).digest()[:7]
 
@@ -90,15 +90,15 @@ def digest_of(shapes: Sequence[tuple[BlockShape, Sequence[int]]]) -> bytes:
 def shapes_of(
     page_bytes: int, block_bytes: int, tokens: int, heads: HeadLayout, format: PackFormat, blocks_per_chunk: int
 ) -> list[BlockShape]:
-    """Return the tiles, by width, of blocks that have `page_bytes` and begin `block_bytes` apart. Raises ConfigError if
-    no tiles cover all bytes of a block."""
+    """Return the tiles of blocks that have `page_bytes` and begin `block_bytes` apart, one shape for each tile width.
+    Raises ConfigError if no combination of tiles covers all bytes of a block."""
     all_channels, rest = divmod(page_bytes, tokens * _ELEMENT_BYTES)
     channels, is_token_first = heads.channels or 0, heads.is_token_first
     widths = _widths_of(channels)
     tile_bytes = partial(format.tile_bytes, 0, tokens * blocks_per_chunk)
     packed_bytes = sum(map(tile_bytes, widths))
     if not widths or all_channels % channels or packed_bytes * TILE_CHANNELS > channels * tile_bytes(TILE_CHANNELS):
-        # The heads are too small or unknown: divide the bytes in their order.
+        # The heads are too small or unknown, so the bytes are divided into tiles in their order.
         channels, is_token_first = TILE_CHANNELS * (1 if all_channels % _WIDTHS[0] else 2), False
         widths = [channels]
     row_bytes = (all_channels if is_token_first else channels) * _ELEMENT_BYTES
@@ -121,7 +121,7 @@ def shapes_of(
 
 
 def _widths_of(channels: int) -> list[int]:
-    """The widths of the tiles that cover the channels of a head; empty if `channels` is not a multiple of 16."""
+    """Return the widths of the tiles that cover the channels of a head; [] if `channels` is not a multiple of 16."""
     if channels % _WIDTHS[-1]:
         return []
     return [_WIDTHS[0]] * (channels // _WIDTHS[0]) + [width for width in _WIDTHS[1:] if channels & width]

@@ -1,9 +1,10 @@
-"""vLLM's `OffloadingConnector` with hicache's CPU tier and disk, and with stores of chunks that the GPU evicts.
+"""vLLM's `OffloadingConnector` with hicache's CPU tier and disk. The connector stores chunks when the GPU's cache
+evicts them.
 
     "kv_connector": "HiCacheConnector", "kv_connector_module_path": "hicache.integrations.vllm",
     "kv_connector_extra_config": {"cpu_bytes_to_use": "64GB"}
 
-A CPU tier that stores each chunk when it is computed repeats what the GPU's cache has.
+If a CPU tier stores each chunk when it is computed, many of its chunks are also in the GPU's cache.
 `docs/decisions/068-store-what-the-gpu-evicts.md` gives the reasons.
 """
 
@@ -34,8 +35,8 @@ _SPEC = {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.inte
 
 
 def _name_spec(transfer: KVTransferConfig | None) -> None:
-    """Name hicache's spec in the configuration, where vLLM's metrics look it up. Raises ConfigError for another
-    spec."""
+    """Write the name of hicache's spec into the configuration, from which vLLM's metrics read the name. Raises
+    ConfigError if the configuration names another spec."""
     assert transfer is not None
     extra = transfer.kv_connector_extra_config
     given = extra.get("spec_name", _SPEC["spec_name"])
@@ -50,8 +51,8 @@ def _name_spec(transfer: KVTransferConfig | None) -> None:
 def reason_for_eager_stores(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OffloadingConfig
 ) -> str | None:
-    """Why chunks of this cache can be stored only when they are computed; None if they can also be stored when the GPU
-    evicts them."""
+    """Return why chunks of this cache can be stored only when they are computed; None if they can also be stored when
+    the GPU evicts them."""
     if not vllm_config.cache_config.enable_prefix_caching:
         return "without --enable-prefix-caching blocks of the GPU have no hashes"
     if config.parallel.dcp_size > 1:
@@ -64,9 +65,9 @@ def reason_for_eager_stores(
 
 
 class HiCacheConnector(OffloadingConnector):
-    """Created by vLLM in the scheduler's process and in the process of each worker. Raises ConfigError for wrong
-    settings, and for a vLLM without the private names that it uses. If chunks can be stored only when they are
-    computed, it is vLLM's connector with `HiCacheOffloadingSpec`."""
+    """The connector that vLLM creates in the scheduler's process and in the process of each worker. Raises ConfigError
+    for wrong settings, and for a vLLM that lacks private names which the connector uses. If chunks can be stored only
+    when they are computed, the connector behaves as vLLM's connector with `HiCacheOffloadingSpec`."""
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
@@ -74,7 +75,8 @@ class HiCacheConnector(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        # The constructor of OffloadingConnector, which names its classes.
+        # This code replaces the constructor of OffloadingConnector, which always creates vLLM's own scheduler and
+        # worker classes.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         _name_spec(vllm_config.kv_transfer_config)
         config = build_offloading_config(vllm_config, kv_cache_config)

@@ -1,6 +1,7 @@
-"""The features of vLLM that hicache's plug-ins use, in addition to the names that their modules import.
+"""The features of vLLM that hicache's plug-ins use, in addition to the names that the plug-ins' modules import.
 
-`probes` checks them. This module imports nothing of vLLM. A private name is listed if no interface of vLLM replaces it.
+`probes` checks these features. This module imports nothing of vLLM. The plug-ins use a private name of vLLM only if no
+interface of vLLM serves the same purpose.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ _SCHEDULES = Features(
         f"{_SCHEDULER}:RequestOffloadState": (
             *("group_states", "transfer_jobs", "finished_signaled", "max_offload_tokens", "advance_stored_idx"),
         ),
+        f"{_SCHEDULER}:RequestGroupState": ("offload_keys", "num_hit_chunks"),
         "vllm.v1.core.block_pool:BlockPool": (
             *("metrics_collector", "free_block_queue", "cached_block_hash_to_block", "num_gpu_blocks"),
         ),
@@ -117,7 +119,7 @@ _SCHEDULES = Features(
         f"{_CONNECTOR}.offloading.config:build_offloading_config": Call(2),
     },
 )
-# Of each public name of the package.
+# The features that each plug-in, by its public name, uses.
 PLUG_INS: Mapping[str, tuple[Features, ...]] = MappingProxyType(
     {
         "HiCacheTier": (_TIER,),

@@ -1,12 +1,14 @@
-"""Decides by the measured speeds of server and disk whether the chunks of a prompt that are on the disk are loaded.
+"""Decides whether the chunks of a prompt that are on the disk are loaded or computed, by the measured speeds of disk
+and server.
 
-    looked up | answered and weighed | rows in the CPU tier | read, part by part | scheduled | computed | stored
-    <- no: the disk says nothing  -> <- retry, or a part -> <- the disk is silent ->           <- speed of prefill ->
+    looked up | answered and decided | rows in the CPU tier | read, part by part | scheduled | computed | stored
+    <- miss if the answer is late --> <- retry, or a part -> <- abandoned if stalled ->       <- speed is measured -->
 
-A load does not use the GPU. It is chosen if it takes no longer than the delay that computing would cause for all
-requests together: `W + l <= c (1 + n)`, where `Queue` determines W and `LoadGate.num_delayed` n. If loading all chunks
-is too slow, a first part of them may still be loaded. For vLLM a declined chunk is a miss, and vLLM computes it.
-Imports nothing of vLLM.
+A load does not use the GPU. The gate chooses a load if it takes no longer than the delay that computing would cause for
+all requests together: `W + l <= c (1 + n)`. W is the time for the pending loads in `Queue`, l the time of the load, c
+the time of computing, and n the result of `LoadGate.num_delayed`. If loading all chunks is too slow, the gate may still
+choose to load the first chunks. A declined chunk is a miss for vLLM, which computes it. This module imports nothing of
+vLLM.
 """
 
 from __future__ import annotations
@@ -24,19 +26,20 @@ from hicache.metrics import Metrics
 from hicache.stores.side_by_side import answer_limit_s
 from hicache.tiers import DISK, REMOTE, Store
 
-# Tokens that are timed together. The time of a step with fewer tokens is mostly kernel launches, and shows little of
-# long prompts. The time of many steps together would not show the positions of their tokens.
+# Number of tokens in one measurement. The time of fewer tokens is mostly kernel launches, and says little about long
+# prompts. The time of more tokens would average over very different positions in the prompt.
 _PASS_TOKENS = 2048
-# A working disk completes a part of a load, some chunks of a few MB, within a tenth of this even at 0.3 GB/s.
+# Time without progress after which a disk counts as stalled. Even at 0.3 GB/s, a working disk completes one part of a
+# load, some chunks of a few MB, within a tenth of this time.
 _STALL_S = 1.0
-# A lower bound of practical prefill speeds. It limits waits for rows if the speed is unknown or loads are always
-# chosen.
+# A lower bound of practical prefill speeds. This bound limits waits for rows if the prefill speed is unknown, or if
+# loads are always chosen.
 _MIN_TOKENS_PER_S = 1000.0
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt whose tokens [start, end) are being computed since `begin_s`."""
+    """A prompt whose tokens [start, end) are not computed yet. `begin_s`: time at which its computation began."""
 
     begin_s: float
     start: int
@@ -44,16 +47,16 @@ class _Prompt:
 
 
 class PrefillTimer:
-    """Measures the prefill speed: tokens of prompts, divided by the time of the steps that computed them. Owned by the
-    gate.
+    """Measures the prefill speed: tokens of prompts, divided by the time of the steps that computed these tokens. The
+    gate owns this object.
 
-    vLLM copies a chunk to the CPU tier in the step after the one that computed it. Tokens that have arrived when a step
-    begins were therefore computed before the last step began:
+    vLLM copies a chunk to the CPU tier in the step after the step that computed the chunk. So if tokens are in the CPU
+    tier when a step begins, they were computed before the previous step began:
 
         step begins | computed | step begins | copied | arrives | step begins: counted
         <----- counted ------->
 
-    Time in which several prompts are computed counts once. Time in which no prompt is computed does not count.
+    Time in which several prompts are computed is counted once. Time in which no prompt is computed is not counted.
     """
 
     def __init__(self, cost: CostModel, clock: Callable[[], float]) -> None:
@@ -85,7 +88,7 @@ class PrefillTimer:
             del self._prompts[request]
 
     def forget(self, request: str) -> None:
-        """Forget a request that has finished or was preempted."""
+        """Stop measuring a request that has finished or was preempted."""
         self._prompts.pop(request, None)
 
     def step(self) -> None:
@@ -102,13 +105,13 @@ class PrefillTimer:
 
 @dataclass(slots=True)
 class Candidate:
-    """A load to be decided on. The tier was asked for tokens from `start` on of a prompt whose last complete chunk ends
-    at `end`.
+    """A possible load of a prompt. vLLM asked the tier for the tokens from `start` on; the last complete chunk of the
+    prompt ends at `end`.
 
-    `loads`: whether to load the chunks that the disk holds, up to token `until`; None until decided. `step`: the last
-    step in which a decision was tried. `waits_until_s`: end of the wait for rows of the CPU tier, if there is one.
-    `num_delayed`: other requests that computing would have delayed at the decision. `lacks_rows`: chunks are not loaded
-    because the CPU tier has too few free rows.
+    `loads`: whether to load the chunks that are on the disk, up to token `until`; None until decided. `step`: the last
+    step in which the gate tried to decide. `waits_until_s`: end of the wait for rows of the CPU tier; -inf without a
+    wait. `num_delayed`: number of other requests that computing would delay, at the time of the decision. `lacks_rows`:
+    chunks are not loaded because the CPU tier has too few free rows.
     """
 
     looked_up_s: float
@@ -123,9 +126,10 @@ class Candidate:
 
 
 class Queue(NamedTuple):
-    """Pending jobs of the disk and of the remote store. `num_bytes`: still to be read by loads in flight. `progress_s`:
-    when a load last made progress; None: there is none. `releases_rows`: jobs are in flight that release rows of the
-    CPU tier when they end."""
+    """Pending loads from the disk and from the remote store. `num_bytes`: bytes that loads in flight still have to read
+    from the disk. `progress_s`: time at which one of these loads last made progress; None without loads.
+    `remote_bytes`, `remote_progress_s`: the same for the remote store. `releases_rows`: jobs are in flight that release
+    rows of the CPU tier when they end."""
 
     num_bytes: int = 0
     progress_s: float | None = None
@@ -134,30 +138,30 @@ class Queue(NamedTuple):
     remote_progress_s: float | None = None
 
     def of(self, store: Store) -> tuple[int, float | None]:
-        """The pending bytes of a store, and the time of its last progress."""
+        """Return the pending bytes of a store, and the time at which its loads last made progress."""
         return (self.num_bytes, self.progress_s) if store is DISK else (self.remote_bytes, self.remote_progress_s)
 
 
 class Rows(NamedTuple):
-    """Rows that one request can get in the CPU tier: `num` now, at most `all`. `may_grow`: loads, stores or requests
-    are in progress that release rows when they end."""
+    """Rows that one request can get in the CPU tier: `num` rows now, and at most `all` rows. `may_grow`: loads, stores
+    or requests are in progress that release rows when they end."""
 
     num: int
     all: int
     may_grow: bool = False
 
     def are_few(self, num_chunks: int) -> bool:
-        """Return whether waiting could provide more rows for `num_chunks` chunks. Chunks that can never all fit need
-        only half of the rows, because other requests hold some rows at any time."""
+        """Return whether to wait for more rows for `num_chunks` chunks. If the CPU tier can never have rows for all
+        chunks, half of its rows are enough, because other requests use some rows at any time."""
         return self.may_grow and self.num < (num_chunks if num_chunks <= self.all else self.all // 2)
 
 
-UNKNOWN_ROWS = Rows(1 << 62, 1 << 62)  # stands for no limit
+UNKNOWN_ROWS = Rows(1 << 62, 1 << 62)  # no limit
 
 
 class _Part(NamedTuple):
-    """The first `num_chunks` chunks that the stores hold of a prompt, `num_remote` of them in the remote store. If they
-    are loaded, tokens [start, end) need no computing."""
+    """The first `num_chunks` stored chunks of a prompt; `num_remote` of these chunks are in the remote store. If these
+    chunks are loaded, tokens [start, end) need no computing."""
 
     num_chunks: int
     start: int
@@ -166,17 +170,19 @@ class _Part(NamedTuple):
 
 
 def _part_of(spans: Sequence[tuple[int, int]], num_chunks: int, is_remote: Sequence[bool] = ()) -> _Part:
-    """The part of the first `num_chunks` chunks. `spans`: tokens [start, end) of each chunk, ordered by end. Tokens in
-    a gap after the part are in the CPU tier, so the part includes them."""
+    """Return the part with the first `num_chunks` chunks. `spans`: tokens [start, end) of each chunk, ordered by end.
+    If a gap between spans follows the part, the tokens in the gap are in the CPU tier, so the part includes these
+    tokens."""
     ends = [spans[num_chunks - 1][1], *(start for start, _ in spans[num_chunks : num_chunks + 1])]
     return _Part(num_chunks, min(start for start, _ in spans), max(ends), sum(is_remote[:num_chunks]))
 
 
 def _parts_of(spans: Sequence[tuple[int, int]], is_remote: Sequence[bool]) -> list[_Part]:
-    """The parts that may be best to load: all chunks; the chunks before a gap, because the tokens in the gap then need
-    no computing; or the chunks before one of another store.
+    """Return the parts that may be best to load: all chunks; the chunks before a gap, because then the tokens in the
+    gap need no computing; and the chunks before a change of the store.
 
-    Other ends save less: each chunk of a store costs the same to load, but a later chunk costs more to compute.
+    A part with another end saves less time: loading takes the same time for each chunk of a store, but computing takes
+    longer for a later chunk.
     """
     gaps = {i for i, ((_, end), (start, _)) in enumerate(pairwise(spans), 1) if start > end}
     changes = {i for i, (before, after) in enumerate(pairwise(is_remote), 1) if before != after}
@@ -184,7 +190,8 @@ def _parts_of(spans: Sequence[tuple[int, int]], is_remote: Sequence[bool]) -> li
 
 
 def _saved_s(estimate: LoadEstimate) -> float:
-    """Seconds that the load saves all requests together; inf until both times are known."""
+    """Return the seconds that the load saves for all requests together; inf until the times of loading and computing
+    are known."""
     load_s, compute_s, num_delayed = estimate
     if load_s is None or compute_s is None or compute_s == math.inf:
         return math.inf
@@ -192,8 +199,8 @@ def _saved_s(estimate: LoadEstimate) -> float:
 
 
 class LoadGate(ServerLoadPolicy):
-    """Decides on loads. Owned by the tier, called under vLLM's lock. `clock`: seconds. `job_bytes`: bytes of one job of
-    a reader of the disk."""
+    """Decides on loads. The tier owns the gate and calls it under vLLM's lock. `clock`: returns seconds. `job_bytes`:
+    bytes that one job of a reading thread has."""
 
     def __init__(self, cost: CostModel, clock: Callable[[], float], metrics: Metrics, *, job_bytes: int) -> None:
         super().__init__(cost, metrics)
@@ -202,12 +209,13 @@ class LoadGate(ServerLoadPolicy):
         self._timer = PrefillTimer(cost, clock)
         self._candidates: dict[str, Candidate] = {}
         self._step = 0
-        # Requests that have arrived and not finished, and those of them that wait for the disk or for rows.
+        # `_live`: requests that have arrived and not finished. `_at_disk`: live requests that wait for the disk or for
+        # rows.
         self._live = set[str]()
         self._at_disk = set[str]()
-        # Bytes of loads accepted in this step, which vLLM submits at the step's end.
+        # Bytes of the loads that were accepted in this step. vLLM submits these loads at the end of the step.
         self._accepted_bytes = Counter[Store]()
-        self.has_waiting = False  # a request waits for rows since this step began; later requests wait behind it
+        self.has_waiting = False  # a request waits for rows in this step, so later requests wait too
 
     def add_request(self, request: str) -> None:
         """Record a new request of vLLM."""
@@ -218,14 +226,15 @@ class LoadGate(ServerLoadPolicy):
         return self._candidates.get(request)
 
     def add_candidate(self, request: str, start: int, end: int) -> Candidate:
-        """Start a candidate: the tier is asked for tokens from `start` on of a prompt whose last complete chunk ends at
+        """Create a candidate for the tokens from `start` on of a prompt. The last complete chunk of the prompt ends at
         `end`."""
         candidate = self._candidates[request] = Candidate(self._clock(), self._step, start, end)
         return candidate
 
     def needs_earlier_tokens(self, candidate: Candidate, start: int) -> bool:
-        """Return whether the request asks for earlier tokens, from `start` on, than in an earlier step. Within one step
-        vLLM may look chunks up from the end."""
+        """Return whether vLLM asks for earlier tokens now than in an earlier step. `start`: the first
+        token that vLLM asks for now. Within one step, vLLM may look up chunks from the end of the prompt to its
+        start."""
         if start >= candidate.start:
             return False
         if candidate.step < self._step:
@@ -234,8 +243,8 @@ class LoadGate(ServerLoadPolicy):
         return False
 
     def is_due(self, candidate: Candidate) -> bool:
-        """Return whether to decide on the candidate now: at most once a step, not before all chunks of the prompt were
-        looked up, and not while it waits behind another request for rows."""
+        """Return whether to decide on the candidate now. The gate decides at most once per step, only after all chunks
+        of the prompt were looked up, and not while another request that waits for rows is served first."""
         if candidate.loads is not None or candidate.step == self._step:
             return False
         if self.has_waiting and self._clock() < candidate.waits_until_s:
@@ -249,7 +258,8 @@ class LoadGate(ServerLoadPolicy):
         return len(self._live - self._at_disk - {request})
 
     def wait(self, request: str, candidate: Candidate) -> None:
-        """End the wait for the disk's answer if it has taken as long as computing would cost all requests."""
+        """End the wait for the disk's answer if the wait has taken as long as computing would delay all requests
+        together."""
         wait_s, num_delayed = self._clock() - candidate.looked_up_s, self.num_delayed(request)
         if not self.compare_wait(wait_s, candidate.start, candidate.end, num_delayed).is_worth_loading():
             self.abandon()
@@ -265,7 +275,7 @@ class LoadGate(ServerLoadPolicy):
         is_remote: Sequence[bool] = (),
     ) -> None:
         """Decide on the candidate of a request. `spans`: tokens [start, end) of each chunk that a store holds, ordered
-        by end. `is_remote`: for each, whether it is read from the remote store; () if none is."""
+        by end. `is_remote`: for each chunk, whether it is read from the remote store; () if no chunk is."""
         candidate = self._candidates[request]
         candidate.num_delayed = num_delayed = self.num_delayed(request)
         estimates = {
@@ -294,8 +304,9 @@ class LoadGate(ServerLoadPolicy):
             self._accepted_bytes[REMOTE] += part.num_remote * chunk_bytes
 
     def abandons(self, request: str, start: int, end: int, progress_s: float, store: Store = DISK) -> bool:
-        """Whether to abandon the rest of a load, tokens [start, end), and compute it because a store is stalled.
-        `progress_s`: when this load or one before it last made progress, or when this load was submitted."""
+        """Return whether to abandon the rest of a load because a store is stalled, so that vLLM computes tokens [start,
+        end). `progress_s`: time at which this load or an earlier load last made progress, or at which this load was
+        submitted."""
         candidate = self._candidates.get(request)
         if not self._is_stalled(progress_s, start, end, candidate.num_delayed if candidate else 0, store):
             return False
@@ -303,7 +314,7 @@ class LoadGate(ServerLoadPolicy):
         return True
 
     def read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
-        """Note that one reader of a store has read `num_bytes` in `seconds`."""
+        """Record that one reading thread of a store has read `num_bytes` in `seconds`."""
         self.cost.observe_reads([(num_bytes, seconds)], store)
 
     def loaded(self, request: str) -> None:
@@ -311,12 +322,12 @@ class LoadGate(ServerLoadPolicy):
         self._at_disk.discard(request)
 
     def stored(self, request: str, start: int, end: int) -> None:
-        """Note that tokens [start, end) of the request's prompt were computed and have arrived in the CPU tier."""
+        """Record that tokens [start, end) of the request's prompt were computed and copied to the CPU tier."""
         self._timer.computed(request, start, end)
 
     def step(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
-        """Record the end of a scheduler step that scheduled the requests `scheduled` for the first time and preempted
-        the requests `preempted`. Then the GPU computes the step."""
+        """Record the end of a scheduler step, after which the GPU computes the step. `scheduled`: requests that the
+        step scheduled for the first time. `preempted`: requests that the step preempted."""
         self._step += 1
         self._accepted_bytes.clear()
         self.has_waiting = False
@@ -330,7 +341,7 @@ class LoadGate(ServerLoadPolicy):
                 self._timer.begin(request, candidate.start, candidate.end)
 
     def forget_candidate(self, request: str) -> None:
-        """Forget the decision on a request, whose chunks are looked up again."""
+        """Remove the decision on a request, because its chunks are looked up again."""
         self._candidates.pop(request, None)
 
     def forget(self, request: str) -> None:
@@ -341,7 +352,7 @@ class LoadGate(ServerLoadPolicy):
         self._timer.forget(request)
 
     def _estimate(self, part: _Part, chunk_bytes: int, queued: Queue, num_delayed: int) -> LoadEstimate:
-        """The estimate of loading a part. Both stores are read at once, so the slower one decides."""
+        """Estimate the time of loading a part. Both stores are read concurrently, so the slower store decides."""
         loads_s = list[float | None]()
         for store, num_chunks in ((DISK, part.num_chunks - part.num_remote), (REMOTE, part.num_remote)):
             if num_chunks:
@@ -356,8 +367,8 @@ class LoadGate(ServerLoadPolicy):
         return self.compare(slowest_s, part.start, part.end, num_delayed)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
-        """Return whether to wait for rows, or to continue waiting: for as long as the load would save, estimated at the
-        first decision."""
+        """Return whether to wait for rows, or to continue a wait. The longest wait is the time that the load would
+        save, as estimated at the first decision."""
         if candidate.waits_until_s == -math.inf:
             load_s, compute_s, num_delayed = estimate
             if compute_s is None or compute_s == math.inf:
@@ -366,11 +377,12 @@ class LoadGate(ServerLoadPolicy):
         return self._clock() < candidate.waits_until_s
 
     def _is_stalled(self, progress_s: float, start: int, end: int, num_delayed: int, store: Store) -> bool:
-        """Whether a store has made no progress for so long that the load must be considered stalled.
+        """Return whether a store has made no progress for so long that the load counts as stalled.
 
-        The disk: for longer than computing would cost all requests, and for longer than a working disk ever needs. With
-        a shorter limit, all requests that wait during one stall would compute at once. The remote store: for as long as
-        it may take to answer a look-up, because it fails with its network and its servers.
+        For the disk, the limit is the delay that computing would cause for all requests, but at least the longest time
+        that a working disk needs. With a shorter limit, all requests that wait during one stall would be computed at
+        the same time. For the remote store, the limit is the time that it may take to answer a look-up, because the
+        network or a server may fail at any time.
         """
         no_progress_s = self._clock() - progress_s
         if store is REMOTE:

@@ -1,8 +1,8 @@
-"""Chunks of the CPU tier that the GPU's cache also has. The policy evicts them first, and only if it needs their rows.
+"""Chunks of the CPU tier that the GPU's cache also has. The policy evicts these chunks before other chunks.
 
-The connector sets the flag of a chunk after a load, after a hit on the GPU, and after a store of a chunk that was just
-computed. It clears the flag when the chunk is about to be evicted from the GPU, because the CPU tier then has the only
-copy. A flag is a hint: it is compared with the GPU's cache before the chunk is evicted.
+The connector flags a chunk after a load, after a hit on the GPU, and after a store of a chunk that was just computed.
+The connector clears the flag when the GPU is about to evict the chunk, because the CPU tier then has the only copy. A
+flag may be outdated, so the policy checks whether the GPU's cache has the chunk before it evicts the chunk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from hicache.pages.misses import MissReasons
 
 
 class GpuCopies:
-    """The flags. Owned by the policy, called under vLLM's lock.
+    """The flags of chunks that the GPU also has. The policy owns this object; all calls hold vLLM's lock.
 
-    `is_on_gpu`: whether the GPU's cache has a chunk; set by the connector. Without a connector no chunk is flagged.
+    `is_on_gpu`: function that returns whether the GPU's cache has a chunk. The connector sets this function; without
+    the connector no chunk is flagged.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,7 @@ class GpuCopies:
         self._flagged = set[OffloadKey]()
         self._evictable = dict[OffloadKey, None]()  # flagged chunks that no transfer uses; the newest flag is last
         self.ended = set[OffloadKey]()  # chunks on the GPU whose sessions have ended: they are not stored
+        self.leaving: Container[OffloadKey] = ()  # chunks that this step evicts from the GPU, until their stores begin
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._flagged
@@ -41,7 +43,7 @@ class GpuCopies:
         self.set_evictable(key, is_evictable)
 
     def set_evictable(self, key: OffloadKey, is_evictable: bool) -> None:
-        """Note whether a chunk may be evicted. Chunks without a flag are ignored."""
+        """Record whether a chunk may be evicted. Chunks without a flag are ignored."""
         self._evictable.pop(key, None)
         if is_evictable and key in self._flagged:
             self._evictable[key] = None
@@ -51,8 +53,9 @@ class GpuCopies:
         self._evictable.pop(key, None)
 
     def end_session(self, keys: Collection[OffloadKey]) -> None:
-        """Do not store these chunks of the GPU unless a request hits them."""
-        self.ended.update(key for key in keys if self.is_on_gpu(key))
+        """Record that the session of these chunks has ended. Chunks on the GPU are then not stored, unless a request
+        hits them."""
+        self.ended.update(key for key in keys if self.is_on_gpu(key) or key in self.leaving)
 
     def clear(self) -> None:
         self._flagged.clear()
@@ -60,8 +63,8 @@ class GpuCopies:
         self.ended.clear()
 
     def choose(self, num: int, protected: Container[OffloadKey]) -> list[OffloadKey]:
-        """Return at most `num` evictable chunks that the GPU also has, without the chunks in `protected`. The chunk
-        with the newest flag is first: the GPU keeps it longest. The caller evicts the chunks."""
+        """Return at most `num` evictable chunks that the GPU also has and that are not in `protected`. Chunks with
+        newer flags are first, because the GPU keeps these chunks longer. The caller evicts the returned chunks."""
         chosen: list[OffloadKey] = []
         stale: list[OffloadKey] = []
         for key in reversed(self._evictable):
@@ -78,9 +81,9 @@ class GpuCopies:
 
 @runtime_checkable
 class EvictsGpuCopies(Protocol):
-    """A policy of hicache's, as the tier and the connector use it. `cache_capacity`: number of rows. `miss_reasons`:
-    reasons for which the CPU tier lacks chunks. `evicted_ages_s`: seconds since the last use of evicted chunks; the
-    manager takes them."""
+    """The interface of hicache's policies for the tier and the connector. `cache_capacity`: number of rows.
+    `miss_reasons`: the reason for each chunk that the CPU tier lacks. `evicted_ages_s`: seconds since the last use of
+    each evicted chunk; the manager empties this list."""
 
     cache_capacity: int
     copies: GpuCopies
@@ -88,15 +91,15 @@ class EvictsGpuCopies(Protocol):
     evicted_ages_s: list[float]
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
-        """The chunk, if the CPU tier has it or is storing it."""
+        """Return the status of a chunk that the CPU tier has or is storing; None for any other chunk."""
         ...
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
-        """Rows that are free, or whose chunks may be evicted and are none of `kept`."""
+        """Return the number of rows that are free, or whose chunk may be evicted and is not in `kept`."""
         ...
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """Keep these chunks, which are in the CPU tier, until the request that waits for them is scheduled."""
+        """Do not evict these chunks, which are in the CPU tier, until the request of `promotions` is scheduled."""
         ...
 
     def apply_hints(self, hints: Hints, chunks: Sequence[OffloadKey], num_shared: int) -> None:
@@ -106,10 +109,10 @@ class EvictsGpuCopies(Protocol):
         ...
 
     def flag_on_gpu(self, keys: Collection[OffloadKey]) -> None:
-        """Note that the GPU's cache has these chunks. Chunks that the CPU tier lacks are ignored."""
+        """Flag these chunks, because the GPU's cache has them. Chunks that the CPU tier lacks are ignored."""
         ...
 
     def evicted_from_gpu(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that the GPU evicts these chunks, the most recently used first. The CPU tier's copies, if it has them,
-        become the most recently used chunks. This counts as no hit."""
+        """Record that the GPU evicts these chunks; `keys` has the most recently used chunk first. Copies in the CPU
+        tier become its most recently used chunks. The eviction on the GPU does not count as a hit in the CPU tier."""
         ...

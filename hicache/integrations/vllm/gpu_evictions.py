@@ -1,4 +1,4 @@
-"""Notes which blocks vLLM's GPU cache evicts, takes and hits while it schedules a step."""
+"""Records which blocks of vLLM's GPU cache are evicted, taken and hit while vLLM schedules a step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class EvictedChunks:
-    """The state, in its `ReqContext`, of a request that exists only for a store of chunks that the GPU evicts. Tiers do
-    not count it as a request of a user."""
+    """Marks a request, in its `ReqContext`, that exists only for a store of chunks that the GPU evicts. Tiers do not
+    count this request as a request of a user."""
 
 
 class EvictedBlock(NamedTuple):
@@ -27,8 +27,8 @@ class StepBlocks:
     """The evictions, allocations and hits of one step in the GPU's cache. A hash is vLLM's hash of a block with its
     group of layers, and also the `OffloadKey` of the chunk that ends with the block.
 
-    `evicted`: by hash, in the order of eviction. `taken`: ids of the blocks that requests got from the pool. `hit`:
-    hashes of the blocks that requests found in the cache.
+    `evicted`: the evicted block of each hash, in the order of eviction. `taken`: ids of the blocks that requests got
+    from the pool. `hit`: hashes of the blocks that requests found in the cache.
     """
 
     evicted: dict[bytes, EvictedBlock] = field(default_factory=dict)
@@ -37,10 +37,12 @@ class StepBlocks:
 
 
 class EvictionWatch:
-    """Replaces the metrics collector of vLLM's `BlockPool`, which calls it for each block, and passes all calls on.
+    """Replaces the metrics collector of vLLM's `BlockPool`. The pool calls this object for each block, and this object
+    passes all calls to the original collector.
 
-    The pool calls `on_block_evicted` while the block still has its hash, then `on_block_allocated`. `evict_blocks`
-    calls only the first: it removes hashes of blocks whose content is not valid, which are therefore not noted.
+    When a request takes a block, the pool calls `on_block_evicted` while the block still has its hash, then
+    `on_block_allocated`. `BlockPool.evict_blocks` calls only `on_block_evicted`. `evict_blocks` removes the hashes of
+    blocks whose content is not valid, so these blocks are not recorded as evicted.
     """
 
     def __init__(self, collector: KVCacheMetricsCollector | None) -> None:
@@ -49,7 +51,7 @@ class EvictionWatch:
         self._last: tuple[int, bytes | None, int | None] = (-1, None, None)  # id, hash, tokens of the last eviction
 
     def take(self) -> StepBlocks:
-        """The blocks since the last call."""
+        """Return the blocks that were evicted, taken and hit since the last call."""
         step, self._step = self._step, StepBlocks()
         return step
 
@@ -59,8 +61,9 @@ class EvictionWatch:
             self._collector.on_block_evicted(block)
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
-        """Note a block that a request takes. A block that is taken again in the same step, after a preemption, has a
-        hash that was not computed yet, so only its first hash is noted."""
+        """Record a block that a request takes. After a preemption, a block may be taken again in the same step. If a
+        block is taken twice, only its first hash is recorded, because the tokens of its second hash were not
+        computed."""
         step, (block_id, block_hash, num_tokens) = self._step, self._last
         is_first = block_id == block.block_id and block_id not in step.taken
         if is_first and block_hash is not None and num_tokens is not None:
@@ -76,7 +79,7 @@ class EvictionWatch:
             self._collector.on_block_accessed(block)
 
     def reset(self) -> None:
-        """Forget evictions and hits, because the pool has removed all hashes."""
+        """Remove the recorded evictions and hits, because the pool has removed all hashes."""
         self._step.evicted.clear()
         self._step.hit.clear()
         self._last = (-1, None, None)

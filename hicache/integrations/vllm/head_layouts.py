@@ -1,7 +1,7 @@
 """Finds the layout of heads in the layers whose KV is in the tensors of vLLM's cache.
 
-An `OffloadingSpec` gets tensors of bytes. While a worker creates its caches, vLLM's current configuration is available
-to all objects created then, including connectors.
+An `OffloadingSpec` gets only tensors of bytes, without the layout of heads. This module reads the layout from vLLM's
+current configuration, which is available while a worker creates its caches and connectors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hicache.integrations.vllm.block_shapes import HeadLayout
 
 
 def head_layouts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> list[HeadLayout]:
-    """The layout of each tensor; with unknown heads if vLLM does not report them. Raises ConfigError for a layer
-    without bfloat16."""
+    """Return the head layout of each tensor. The heads are unknown if vLLM does not report them. Raises ConfigError for
+    a layer that is not attention in bfloat16."""
     specs = _layer_specs()
     found = [HeadLayout()] * len(kv_caches.tensors)
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
@@ -29,7 +29,7 @@ def head_layouts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> list
                 continue
             if not isinstance(spec, AttentionSpec) or spec.dtype != torch.bfloat16:
                 raise ConfigError(
-                    f"kv_packing cannot pack layer {name}, which is no attention in bfloat16; set it to off"
+                    f"kv_packing cannot pack layer {name}, which is not attention in bfloat16; set kv_packing to off"
                 )
             channels = spec.state_content_size_bytes // spec.dtype.itemsize
             found[ref.tensor_idx] = HeadLayout(channels, is_token_first=config.kv_cache_layout == "LBNHC")
@@ -37,7 +37,8 @@ def head_layouts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> list
 
 
 def _layer_specs() -> dict[str, KVCacheSpec | None]:
-    """The cache specification of each layer, by name. None, or no entry: the layer has no cache of its own."""
+    """Return the cache specification of each layer, by name. A layer without a cache of its own has the value None, or
+    no entry."""
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None:
         return {}

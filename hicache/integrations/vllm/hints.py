@@ -1,13 +1,13 @@
-"""Hints of a request for the CPU tier and the disk, which vLLM passes on unchanged.
+"""Hints of a request for the CPU tier and the disk. vLLM passes these hints to hicache unchanged.
 
     "kv_transfer_params": {"hicache": {"keep_s": 600, "priority": 1}}    the next turn is expected within ten minutes
     "kv_transfer_params": {"hicache": {"session_end": true}}             no later prompt continues this one
 
-An `agent_hint` with `priority` and `lease`, in seconds, means the same as `priority` and `keep_s`. It is given in
-`kv_transfer_params`, or as an action of `kv_hints`, for which vLLM defines no fields.
+An `agent_hint` with `priority` and `lease`, in seconds, means the same as `priority` and `keep_s`. A client gives an
+`agent_hint` in `kv_transfer_params`, or as an action of `kv_hints`; vLLM defines no fields for these actions.
 
-A hint counts from the end of the request. A wrong value is ignored, as vLLM ignores wrong values there, with one
-warning.
+A hint applies from the end of the request on. A wrong value is ignored with one warning, because vLLM also ignores
+wrong values in these fields.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _warned = set[str]()
 class Hints:
     """The hints of one request.
 
-    `keep_s`: seconds after the end of the request, for which its chunks are evicted after other chunks; inf: without
-    a deadline. `priority`: if all chunks with hints exceed nine tenths of the CPU tier, the hint with the lowest
-    priority ends first. A priority without `keep_s` keeps without a deadline. `session_end`: no later prompt continues
-    this one; excludes the others.
+    `keep_s`: seconds after the end of the request for which its chunks are evicted only after other chunks; inf means
+    without a deadline. `priority`: if the chunks with hints exceed nine tenths of the CPU tier, the hint with the
+    lowest priority ends first. A priority without `keep_s` keeps chunks without a deadline. `session_end`: no later
+    prompt continues this prompt; this hint excludes the other hints.
     """
 
     keep_s: float = 0.0
@@ -52,7 +52,7 @@ _NO_HINTS = Hints()
 
 
 def hints_of(context: ReqContext) -> Hints:
-    """The hints of a request, which are read once."""
+    """Return the hints of a request. The request's parameters are parsed once."""
     hints = context.get_state(Hints)
     if hints is None:
         hints = _read(context)
@@ -98,7 +98,7 @@ def _found(context: ReqContext) -> tuple[str, object]:
 
 
 def _expected(key: str, value: object) -> str:
-    """Return the values that a hint accepts; "" if it accepts this one."""
+    """Return a description of the values that a hint accepts; "" if the hint accepts `value`."""
     if key == "session_end":
         return "" if isinstance(value, bool) else "true or false"
     if key == "priority":
@@ -111,19 +111,19 @@ def _expected(key: str, value: object) -> str:
 
 
 def _ignore(what: str, value: object, expected: str) -> None:
-    """Warn once of each wrong field."""
+    """Log one warning for each wrong field."""
     level = logging.DEBUG if what in _warned else logging.WARNING
     _warned.add(what)
     log.log(level, "%s must be %s, got %.80r; ignoring it, here and in later requests", what, expected, value)
 
 
 def chunks_in_order(context: ReqContext) -> list[OffloadKey]:
-    """The complete chunks of a request in the order of its prompt, of all groups of layers."""
+    """Return the complete chunks of a request, of all groups of layers, in the order of its prompt."""
     return [key for key, _ in sorted(context._offload_key_positions.items(), key=itemgetter(1))]
 
 
 def by_group(chunks: Sequence[OffloadKey]) -> dict[int, list[OffloadKey]]:
-    """The same chunks by group of layers."""
+    """Return the chunks of each group of layers, in the same order."""
     groups: dict[int, list[OffloadKey]] = {}
     for chunk in chunks:
         groups.setdefault(get_offload_group_idx(chunk), []).append(chunk)
@@ -131,15 +131,15 @@ def by_group(chunks: Sequence[OffloadKey]) -> dict[int, list[OffloadKey]]:
 
 
 class Continuations:
-    """Records which chunk follows each chunk in prompts, to find the part of a prompt that other prompts share.
-    Remembers the latest `max_chunks` chunks."""
+    """Records which chunk follows each chunk in prompts, to find the part of a prompt that other prompts share. At most
+    the latest `max_chunks` chunks are recorded."""
 
     def __init__(self, max_chunks: int) -> None:
         self._max_chunks = max_chunks
-        self._next: dict[OffloadKey, OffloadKey | None] = {}  # None: there are several
+        self._next: dict[OffloadKey, OffloadKey | None] = {}  # None: several chunks follow
 
     def note(self, chunks: Sequence[OffloadKey]) -> None:
-        """Note the chunks of a prompt, of one group of layers."""
+        """Record the chunks of a prompt for one group of layers."""
         known = self._next
         for chunk, following in pairwise(chunks):
             before = known.pop(chunk, following)

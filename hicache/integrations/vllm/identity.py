@@ -27,24 +27,25 @@ def identity_of(
     recurrent_states: str = "",
     devices: Devices = "same",
 ) -> dict[str, str | int]:
-    """The identity of chunks. `row_bytes`: bytes of a chunk in vLLM's CPU tier, including the parts of all workers.
+    """Return the identity of chunks. `row_bytes`: bytes of a chunk in vLLM's CPU tier, including the parts of all
+    workers.
 
-    `recurrent_states`: shapes and dtypes of recurrent states; "" if there are none, or if vLLM does not report them.
-    `devices`: whether kinds of GPUs share chunks.
+    `recurrent_states`: shapes and dtypes of recurrent states; "" if the model has no recurrent states, or if vLLM does
+    not report them. `devices`: whether different kinds of GPUs share chunks.
 
-    vLLM reports only the model's name. If the model's files are on this machine, the digest of their bytes takes its
-    place, and the name, which may be a path, is only recorded, as is the release of vLLM. Differences that vLLM does
-    not report (revision, adapters, a draft model, overrides of the model's configuration) must be expressed in the
-    salt.
+    vLLM reports only the model's name. If the model's files are on this machine, the digest of their bytes identifies
+    the model. The name, which may be a path, and the release of vLLM are then only recorded. The user must express
+    differences that vLLM does not report in the salt: revision, adapters, a draft model, overrides of the model's
+    configuration.
 
-    The number of workers is left out if all of them write the same canonical row, each its own heads. vLLM refuses to
-    start a worker that cannot do so.
+    The identity does not include the number of workers if each worker writes its own heads into one canonical row. vLLM
+    refuses to start a worker that cannot write this row.
     """
     parallel, is_portable = config.parallel, config.canonical_layout and config.parallel.is_parallelism_agnostic
     geometry = f"world={parallel.world_size},tp={parallel.tp_size},pcp={parallel.pcp_size},dcp={parallel.dcp_size}"
     num_parts = parallel.world_size if is_portable and not config.replicated_layout else 1
     layout = {
-        # Not all fields: a later release of vLLM may have more.
+        # Only some fields of a group are used, because a later release of vLLM may add fields.
         "groups": [[group.tokens_per_block, group.layer_names, group.group_id] for group in config.groups],
         "worker_bytes": config.worker_kv_bytes_per_block * num_parts,
         "replicated": config.replicated_layout,
@@ -61,7 +62,7 @@ def identity_of(
         "page_tokens": _chunk_tokens(config),
         "page_bytes": row_bytes,
         "parallel": "any" if is_portable else geometry,
-        # CPUs lay blocks out by their instructions.
+        # On CPUs, the instruction set decides the layout of a block.
         "device" if devices == "any" and not current_platform.is_cpu() else "platform": _platform(),
     }
     if packing is not None:
@@ -81,8 +82,8 @@ def refuse_pipelines(config: OffloadingConfig) -> None:
 
 
 def page_format(dtype: str, row_bytes: int, *, is_packed: bool = False) -> PageFormat:
-    """The format of chunks with elements of vLLM's `dtype`. Elements of one byte or of unknown dtypes keep their byte
-    order. Packed chunks are not compressed."""
+    """Return the format of chunks with elements of vLLM's `dtype`. If elements have one byte or an unknown dtype, bytes
+    are not reordered. Packed chunks are not compressed."""
     if is_packed:
         return PageFormat(row_bytes, PageFilter("uncompressed"))
     width = _ELEMENT_BYTES.get(dtype, 1)
@@ -90,13 +91,14 @@ def page_format(dtype: str, row_bytes: int, *, is_packed: bool = False) -> PageF
 
 
 def _chunk_tokens(config: OffloadingConfig) -> str:
-    """Tokens of a chunk for each group of layers, and tokens of a block hash, as text."""
+    """Return the tokens of a chunk for each group of layers, and the tokens of a block hash, as text."""
     chunks = (str(group.tokens_per_block * config.cache.blocks_per_chunk) for group in config.groups)
     return f"{','.join(chunks)} of {config.cache.tokens_per_hash}"
 
 
 def _platform() -> str:
-    """The name of the device. On CPUs it includes instruction sets, because they decide the layout of a block."""
+    """Return the name of the device. The name of a CPU includes its instruction sets, because they decide the layout of
+    a block."""
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
     instructions = f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"

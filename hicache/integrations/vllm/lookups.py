@@ -1,4 +1,4 @@
-"""Results of look-ups in the store: vLLM asks for one chunk at a time and must not wait."""
+"""Looks up chunks in the store and records the results, because vLLM asks for one chunk at a time and must not wait."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _LOOKUPS_A_POLL = 16
 
 @dataclass(slots=True)
 class _Verdict:
-    """The result of a look-up. `held`: None until the store has answered. `requests`: unfinished requests that
-    asked."""
+    """The result of a look-up. `held`: whether the store has the chunk; None until the store has answered. `requests`:
+    unfinished requests that looked up the chunk."""
 
     held: bool | None = None
     requests: set[str] = field(default_factory=set)
 
 
 class Lookups:
-    """Owned by the tier, called under vLLM's lock.
+    """Look-ups of chunks in the store. The tier owns this object; all calls hold vLLM's lock.
 
-    The chunks that a request looks up in one scheduler step become one job at the end of the step. Only the first
-    chunk of a request is looked up at once: most new prompts miss there, and vLLM then need not look up all chunks of
-    the prompt in every step.
+    The chunks that a request looks up in one scheduler step become one job at the end of the step. Only the first chunk
+    of a request is looked up immediately. Most new prompts miss their first chunk, and vLLM then does not look up all
+    chunks of the prompt in every step.
 
-    A result is kept until all requests that asked for it have finished, unless `mark` corrects it. Otherwise a chunk
-    whose load fails would be found and loaded again and again.
+    A result stays valid until all requests that looked up the chunk have finished, unless `mark` corrects it. Otherwise
+    a chunk whose load fails would be found and loaded again and again.
     """
 
     def __init__(
@@ -39,28 +39,29 @@ class Lookups:
         poll: Callable[[], None],
         answer_s: Callable[[str, bytes], float],
     ) -> None:
-        """`poll`: must pass the answers to `answered`. `answer_s`: for a request and its first chunk in doubt, how long
-        it waits for the remote store."""
+        """`poll`: must pass answers of the store to `answered`. `answer_s`: returns the seconds that a request waits
+        for the remote store, given the request and the first chunk of its look-up."""
         self._stores = stores
         self._keys_of = keys_of
         self._poll = poll
         self._answer_s = answer_s
-        self._first: dict[str, _Verdict] = {}  # first look-ups of the requests that arrived in this step
+        self._first: dict[str, _Verdict] = {}  # result of the first look-up, for requests that arrived in this step
         self._verdicts: dict[bytes, _Verdict] = {}
-        self._verdicts_by_request: dict[str, dict[bytes, _Verdict]] = {}  # each in the order of look-up
-        self._until_s: dict[str, float] = {}  # the deadline of the remote store, by request
-        self._batches: dict[str, list[bytes]] = {}  # by request
+        self._verdicts_by_request: dict[str, dict[bytes, _Verdict]] = {}  # in the order of look-up
+        self._until_s: dict[str, float] = {}  # deadline of the remote store by request
+        self._batches: dict[str, list[bytes]] = {}  # chunks of the next job by request
         self._in_flight: dict[int, list[bytes]] = {}
         self._num_jobs = 0
 
     def __len__(self) -> int:
-        """Number of chunks that unfinished requests have looked up."""
+        """Return the number of chunks that unfinished requests have looked up."""
         return len(self._verdicts)
 
     def lookup(self, chunk: bytes, request: str) -> bool | None:
-        """Return whether the store holds the chunk; None: retry in the next step. If the first chunk of the request
-        turns out to be missing, return False for the following chunks of this step. vLLM got None for the first chunk,
-        so it retries all of them if it does not need a prefix."""
+        """Return whether the store has the chunk; None means that vLLM should retry in the next step. If the answer for
+        the first chunk of the request arrives during this step and is a miss, return False for the following chunks of
+        the step. vLLM got None for the first chunk, so it looks up all chunks again in the next step if it does not
+        need a prefix."""
         looked_up, first = self._verdicts_by_request.get(request), self._first.get(request)
         if first is not None and first.held is None and not len(self._verdicts_by_request[request]) % _LOOKUPS_A_POLL:
             self._poll()
@@ -83,8 +84,8 @@ class Lookups:
         return verdict.held
 
     def held(self, request: str) -> list[bytes] | None:
-        """The chunks of a request that the store holds, without a gap from the first held one on. None: the store has
-        not answered for all chunks yet."""
+        """Return the first run of consecutive chunks of a request that the store has. Returns None if the store has not
+        answered for all chunks yet."""
         looked_up = self._verdicts_by_request.get(request, {})
         if any(verdict.held is None for verdict in looked_up.values()):
             return None
@@ -92,12 +93,13 @@ class Lookups:
         return list(takewhile(lambda chunk: looked_up[chunk].held, found))
 
     def may_be_held(self, chunk: bytes) -> bool:
-        """Return whether the store holds a chunk that an unfinished request has looked up, or has not answered yet."""
+        """Return False if no unfinished request has looked up the chunk, or if the store does not have it. Otherwise
+        return True, also if the store has not answered yet."""
         verdict = self._verdicts.get(chunk)
         return verdict is not None and verdict.held is not False
 
     def flush(self) -> None:
-        """Submit the look-ups since the last call to the store."""
+        """Send all look-ups since the last call of `flush` to the store."""
         batches, self._batches = self._batches, {}
         self._first.clear()
         for request, chunks in batches.items():
@@ -117,20 +119,20 @@ class Lookups:
             self._settle(batch, [False] * len(batch))
 
     def answered(self, done: FindDone) -> None:
-        """Note the answer to a job."""
+        """Record the answer to a job."""
         batch = self._in_flight.pop(done.ticket, [])
         held = done.others if done.answered and done.others else (False,) * len(batch)
         self._settle(batch, held[: len(batch)])
 
     def mark(self, chunks: Iterable[bytes], held: bool) -> None:
-        """Correct results: a load or a store has shown whether the store holds these chunks."""
+        """Correct the results for these chunks, because a load or a store has shown whether the store has them."""
         for chunk in chunks:
             verdict = self._verdicts.get(chunk)
             if verdict is not None:
                 verdict.held = held
 
     def forget(self, request: str) -> None:
-        """Drop the results that only this finished request needed."""
+        """Remove the results that only this finished request needed."""
         self._until_s.pop(request, None)
         for chunk in self._verdicts_by_request.pop(request, ()):
             verdict = self._verdicts[chunk]

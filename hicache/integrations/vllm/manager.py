@@ -1,10 +1,12 @@
-"""vLLM's manager of the CPU tier and the tiers below: applies hints of requests, and counts why prompts are computed.
+"""vLLM's manager of the CPU tier and the tiers below it, extended by hicache: it applies hints of requests, and counts
+the reasons for which prompts are computed.
 
-vLLM's spec creates the manager, and names its class. So an existing manager becomes one of this class.
+vLLM's spec always creates a manager of vLLM's class. So hicache changes the class of the existing manager.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,52 +33,57 @@ from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks
 from hicache.integrations.vllm.hints import Continuations, by_group, chunks_in_order, hints_of
 from hicache.metrics import AGE_BOUNDS
-from hicache.pages.misses import MISS_HELP, USABLE, MissReason, MissReasons, count
+from hicache.pages.misses import USABLE, MissReason, MissReasons, count, miss_help
 from hicache.pages.table import names_of
 
-_REMEMBERED_CHUNKS = 1 << 16  # at least, for the chunks that follow them
+_REMEMBERED_CHUNKS = 1 << 16  # minimum number of chunks whose following chunk is recorded
 MISSED_TOKENS: Final = "vllm:hicache_missed_tokens"
 EVICTED_AGE: Final = "vllm:hicache_evicted_age_seconds"
 
 
 def miss_metrics() -> dict[str, OffloadingMetricMetadata]:
-    """The metrics of the manager by name, in the form in which vLLM declares them."""
-    texts = "; ".join(f"{reason.label}: {text}" for reason, text in MISS_HELP.items())
+    """Return the metrics of the manager by name, in the form in which vLLM declares metrics."""
+    texts = "; ".join(f"{reason.label}: {text}" for reason, text in miss_help("chunk").items())
     age = "seconds since the last use of a chunk that was evicted"
     return {
-        MISSED_TOKENS: OffloadingCounterMetadata(f"tokens of prompts, in complete chunks, {texts}", ("reason",)),
+        MISSED_TOKENS: OffloadingCounterMetadata(
+            f"computed prompt tokens in complete chunks, by reason: {texts}", ("reason",)
+        ),
         EVICTED_AGE: OffloadingHistogramMetadata(age, ("tier",), AGE_BOUNDS),
     }
 
 
 @runtime_checkable
 class ExplainsMisses(Protocol):
-    """hicache's tier, as the manager uses it. `miss_reasons`: of chunks whose stores or loads failed."""
+    """The interface of hicache's tier for the manager. `miss_reasons`: the reasons for chunks whose stores or loads
+    failed."""
 
     miss_reasons: MissReasons
 
     def note_used(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Note that a request that is scheduled uses these chunks, in the order of its prompt, from any tier."""
+        """Record that a scheduled request uses these chunks; any tier may have served them. `chunks` are in the order
+        of the prompt."""
         ...
 
     def miss_reason(self, chunk: OffloadKey, req_context: ReqContext) -> MissReason | None:
-        """Why a chunk that the tier may hold was not loaded for a request that is scheduled; None if the tier does not
-        hold it."""
+        """Return why a chunk that the tier may have was not loaded for a scheduled request; None if the tier does not
+        have the chunk."""
         ...
 
 
 @dataclass(slots=True)
 class _Queried:
-    """The state of a request, in its `ReqContext`. `first`: the chunk that was looked up first in the last step with
-    look-ups; the GPU has the chunks before it. `loaded_end`: end of the chunks that are loaded, in tokens."""
+    """The look-ups of a request, stored in its `ReqContext`. `first`: the earliest chunk that was looked up in the last
+    step with look-ups, in the group of layers that vLLM looked up first; the GPU has the chunks before this chunk.
+    `loaded_end`: end of the chunks that are loaded, in tokens."""
 
     first: OffloadKey | None = None
     loaded_end: int = 0
 
 
 class HiCacheManager(TieringOffloadingManager):
-    """Called by vLLM's scheduler. Requests that exist only for a store of evicted chunks have no hints, and are not
-    counted."""
+    """The manager, which vLLM's scheduler calls. Requests that exist only for a store of evicted chunks have no hints,
+    and are not counted."""
 
     _continuations: Continuations
     _chunk_tokens: Mapping[int, int]
@@ -87,7 +94,8 @@ class HiCacheManager(TieringOffloadingManager):
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, chunk_tokens: Mapping[int, int]) -> HiCacheManager:
-        """Make `manager` one of this class. `chunk_tokens`: tokens of a chunk, by group of layers."""
+        """Change the class of `manager` to this class, and return it. `chunk_tokens`: tokens of a chunk, by group of
+        layers."""
         manager.__class__ = cls
         assert isinstance(manager, cls)
         policy = manager.primary_tier._policy
@@ -108,9 +116,13 @@ class HiCacheManager(TieringOffloadingManager):
         return context
 
     def lookup(self, key: OffloadKey, req_context: ReqContext, **others: Any) -> LookupResult:
-        if self._asking is not req_context:
-            self._asking = req_context
-            _asked(req_context).first = key
+        asked, position = _asked(req_context), req_context._offload_key_positions
+        if self._asking is not req_context or asked.first is None:
+            self._asking, asked.first = req_context, key
+        else:  # vLLM looks up the chunks of a sliding window from the end of the prompt
+            is_earlier = position.get(key, math.inf) < position.get(asked.first, 0)
+            if is_earlier and get_offload_group_idx(key) == get_offload_group_idx(asked.first):
+                asked.first = key
         result: LookupResult = super().lookup(key, req_context, **others)
         return result
 
@@ -144,10 +156,16 @@ class HiCacheManager(TieringOffloadingManager):
         if req_context.get_state(EvictedChunks) is not None:
             return
         self._waiting.pop(req_context.req_id, None)
+        self.apply_hints(req_context)
+
+    def apply_hints(self, req_context: ReqContext) -> None:
+        """Apply the hints of a request that has finished. A second call for the same request has the same effect."""
         chunks = chunks_in_order(req_context)
         groups = by_group(chunks)
         for of_group in groups.values():
             self._continuations.note(of_group)
+        # If another session ended while this request ran, it does not end the chunks that both share.
+        self._policy.copies.ended.difference_update(chunks)
         hints = hints_of(req_context)
         if hints.keep_s or hints.session_end:
             position = req_context._offload_key_positions
@@ -176,12 +194,12 @@ class HiCacheManager(TieringOffloadingManager):
             tier.note_used(chunks, req_context)
 
     def _count_missed(self, req_context: ReqContext) -> None:
-        """Count the complete chunks of a prompt that is computed from now on, by reason. They follow the chunks of the
-        GPU cache and the loaded chunks, in the group of layers that vLLM looks up first."""
+        """Count, by reason, the complete chunks of a prompt that the GPU computes from now on. The computed chunks
+        follow the chunks of the GPU's cache and the loaded chunks, in the group of layers that vLLM looks up first."""
         asked, tiers = _asked(req_context), [tier for tier in self.secondary_tiers if isinstance(tier, ExplainsMisses)]
         if asked.first is None:
             self._note_used(tiers, chunks_in_order(req_context), req_context)
-            return  # the GPU has all chunks but the last
+            return  # no chunk was looked up: the GPU has all chunks but the last
         group, position = get_offload_group_idx(asked.first), req_context._offload_key_positions
         chunk_tokens = self._chunk_tokens[group]
         start = max(position[asked.first] - chunk_tokens, asked.loaded_end)

@@ -1,11 +1,12 @@
-"""Copies between vLLM's cache blocks on the device and the rows of its CPU tier, by hicache's transfer backends.
+"""Copies between vLLM's cache blocks on the device and the rows of vLLM's CPU tier, with hicache's transfer backends.
 
 For a backend, a block of vLLM's cache is a token, a cache tensor is a layer, and a chunk is a page:
 
     row r of the CPU tier     one chunk of `blocks_per_chunk` blocks of every tensor, [tensor][block][bytes]
-    tensor t in it            [offset_t, offset_t + blocks_per_chunk * page_bytes_t), as in vLLM's own worker
+    tensor t in row r         [offset_t, offset_t + blocks_per_chunk * page_bytes_t), as in vLLM's own worker
 
-If a transfer needs only some blocks of a chunk, at the ends of a prefix, these are copied block by block.
+At the ends of a prefix, a transfer may need only some blocks of a chunk. Blocks of an incomplete chunk are copied one
+by one.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from hicache.transfer.cuda import CudaTransfer
 Ids: TypeAlias = npt.NDArray[np.int64]
 Direction = Literal["load", "store"]
 
-_CHUNK_PAGES = 512  # chunks of blocks in one copy from device to host
+_CHUNK_PAGES = 512  # chunks in one copy from device to host
 
 
 @dataclass(frozen=True)
 class ChunkBlocks:
     """The blocks of one cache group in a transfer.
 
-    All blocks of `rows` [n] are transferred: `blocks` [n * blocks_per_chunk], in order. Of other rows single blocks are
-    transferred: block `part_index[i]` of row `part_rows[i]` is the device's block `part_blocks[i]`.
+    All blocks of the rows in `rows` [n] are transferred; `blocks` [n * blocks_per_chunk] are the device's blocks for
+    these rows, in order. Of other rows, only single blocks are transferred: block `part_index[i]` of row `part_rows[i]`
+    belongs to the device's block `part_blocks[i]`.
     """
 
     rows: Ids
@@ -56,8 +58,9 @@ def chunk_blocks(
     block_indices: Sequence[int],
     blocks_per_chunk: int,
 ) -> list[ChunkBlocks]:
-    """The blocks of a transfer of vLLM, by cache group. `group_sizes[g]` of the `blocks` belong to group g, beginning
-    with block number `block_indices[g]` of the request. `rows`: the chunks that contain the blocks.
+    """Return the blocks of a transfer of vLLM, one item for each cache group. `group_sizes[g]`: number of `blocks` that
+    belong to group g. `block_indices[g]`: index of the group's first block in the request. `rows`: the rows of the
+    chunks that contain the blocks.
 
     Raises ValueError if the blocks do not belong to exactly these rows.
     """
@@ -91,19 +94,19 @@ class _NoLayers:
     """A layer counter that does nothing, because vLLM waits for complete loads and not for layers."""
 
     def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None:
-        """Do nothing: loads are queued when submitted."""
+        """Do nothing, because loads are queued when they are submitted."""
 
     def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Do nothing: no pass waits for a layer."""
+        """Do nothing, because no forward pass waits for a layer."""
 
     def fail(self, load_id: int, error: Exception) -> None:
-        """Do nothing: the operation of the load keeps the error."""
+        """Do nothing, because the `TransferOp` of the load has the error."""
 
 
 class SingleBlocks:
-    """Copies blocks of some tensors one by one: for parts of chunks, and to repeat failed transfers.
+    """Copies blocks of some tensors one by one, for parts of chunks and to repeat failed transfers.
 
-    `tensors`: uint8 [num_blocks, page_bytes]. `host`: uint8 [rows, bytes], only the bytes of these tensors.
+    `tensors`: uint8 [num_blocks, page_bytes]. `host`: uint8 [rows, bytes], with only the bytes of these tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], host: torch.Tensor, blocks_per_chunk: int) -> None:
@@ -115,8 +118,9 @@ class SingleBlocks:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def copy(self, direction: Direction, rows: Ids, index: Ids, blocks: Ids) -> TransferOp:
-        """Copy block `index[i]` of row `rows[i]` from (load) or to (store) the device's block `blocks[i]`, after the
-        work queued on the current stream. Without a GPU the copy is complete on return."""
+        """Copy blocks after the work that is queued on the current stream. A load copies block `index[i]` of row
+        `rows[i]` to the device's block `blocks[i]`; a store copies in the other direction. Without a GPU the copy is
+        complete on return."""
         op = PlainOp(len(blocks) * self._block_bytes, self._device)
         with op.timed(self._stream):
             for tensor, part in self._pairs:
@@ -146,8 +150,8 @@ class PlainOp:
 
     @contextlib.contextmanager
     def timed(self, stream: torch.cuda.Stream | None, *, behind_current: bool = True) -> Iterator[None]:
-        """Inside, make copies on `stream`, after the work of the current stream. A RuntimeError of a copy is kept in
-        `error`."""
+        """Run the copies of the `with` block on `stream`, after the work of the current stream if `behind_current`. If
+        a copy raises RuntimeError, store it in `error`."""
         start = time.perf_counter()
         try:
             if stream is None:
@@ -175,7 +179,7 @@ class PlainOp:
             self._events[1].synchronize()
 
     def wait_outcome(self) -> None:
-        """Do nothing: errors of plain copies are known when they are submitted."""
+        """Do nothing, because errors of plain copies are known when the copies are submitted."""
 
     def seconds(self) -> float:
         return self._seconds if self._events is None else float(self._events[0].elapsed_time(self._events[1])) / 1e3
@@ -189,7 +193,8 @@ def chunk_backend(
     staging_bytes: int,
     packer: PagePacker | None = None,
 ) -> TransferBackend:
-    """The transfer backend between the device of `mover` and `host`. `packer`: packs the pages of its pool."""
+    """Return the transfer backend between the device of `mover` and `host`. `packer`: if given, pages on `host` are
+    packed."""
     if mover.table.device.type != "cuda":
         return CpuTransfer(host, mover, _NoLayers(), packer)
     return CudaTransfer(
@@ -205,12 +210,12 @@ def chunk_backend(
 
 
 class ChunkLink:
-    """Transfers between consecutive cache tensors and their part of each row. Complete chunks are copied by a transfer
-    backend.
+    """Transfers between consecutive cache tensors and the part of each row for these tensors. A transfer backend copies
+    complete chunks.
 
     `tensors`: uint8 [num_blocks, page_bytes]; there may be gaps between blocks. `host`: uint8 [rows, bytes], pinned if
-    the device is a GPU; there may be gaps between rows. `rows_per_chunk`: rows that are pinned together. Called by the
-    worker's thread.
+    the device is a GPU; there may be gaps between rows. `rows_per_chunk`: rows that are pinned together. The worker's
+    thread calls the methods.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class ChunkLink:
         self._num_loads = 0
 
     def submit(self, direction: Direction, chunks: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
-        """Start the copies. Each is returned with a function that repeats it block by block."""
+        """Start the copies. Returns each copy with a function that repeats the copy block by block."""
         ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
         if len(chunks.rows):
             index = np.tile(np.arange(self._blocks_per_chunk), len(chunks.rows))

@@ -1,5 +1,5 @@
-"""Settings of `HiCacheConnector` and `HiCacheOffloadingSpec` other than vLLM's own keys. Imports nothing of vLLM, so
-that the documentation can be built where vLLM is not installed."""
+"""Settings of `HiCacheConnector` and `HiCacheOffloadingSpec` in addition to vLLM's own keys. This module imports
+nothing of vLLM, so the documentation can be built without vLLM."""
 
 from __future__ import annotations
 
@@ -37,20 +37,24 @@ OF_VLLM = {
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadingSettings:
-    """The settings that users give in addition to vLLM's own keys. `disk`: as for `HiCacheTier`, with the remote store;
-    None: neither."""
+    """The settings that users give in addition to vLLM's own keys. `disk`: the settings of `HiCacheTier`, which include
+    the remote store; None without a disk and a remote store."""
 
     cpu_bytes_to_use: Annotated[
         int | Free,
-        Size("CPU memory of all workers, like 64GB; free: 7/8 of the free memory", _MIN_BYTES, keyword="free"),
+        Size(
+            "total CPU memory of all workers, like 64GB; free: seven eighths of the free memory",
+            _MIN_BYTES,
+            keyword="free",
+        ),
     ]
     disk: ServerStoreConfig | None = None
     eviction_policy: Annotated[str, Choice("eviction order of the CPU tier", tuple(POLICIES))] = "lru"
     kv_packing: Annotated[
         KvPacking,
         Packing(
-            "lossless packing of bfloat16 chunks in the CPU tier and on disk, saves a quarter of their bytes; 3 or 4: "
-            "bits per exponent; auto: 4 on CUDA, if all tensors of the cache can be packed",
+            "lossless packing of bfloat16 chunks in the CPU tier and on disk, which saves a quarter of their bytes; 3 "
+            "or 4: bits per exponent; auto: 4 on CUDA if all tensors of the cache can be packed, otherwise off",
             get_args(KvPacking),
         ),
     ] = "auto"
@@ -60,9 +64,9 @@ class OffloadingSettings:
     store: Annotated[
         StoreTime,
         Choice(
-            "when HiCacheConnector stores a chunk in the CPU tier: computed: after it was computed, and again when the "
-            "GPU evicts it, if the CPU tier has evicted it; leaving: only when the GPU evicts it; auto: computed with "
-            "a disk or other secondary tiers, otherwise leaving",
+            "when HiCacheConnector stores a chunk in the CPU tier: computed: when it has been computed, and at its "
+            "eviction from the GPU if the CPU tier has evicted it; leaving: only at its eviction from the GPU; auto: "
+            "computed with a disk or other secondary tiers, otherwise leaving",
             get_args(StoreTime),
         ),
     ] = "auto"
@@ -72,8 +76,8 @@ class OffloadingSettings:
 
 
 def cpu_bytes(settings: OffloadingSettings, engine_id: str) -> int:
-    """Bytes of the CPU tier, equal in all processes of the engine. Raises `OutOfMemory` for "free" if too little memory
-    is free."""
+    """Return the bytes of the CPU tier. All processes of the engine get the same number. Raises `OutOfMemory` if the
+    setting is "free" and too little memory is free."""
 
     def free() -> int:
         return free_bytes("cpu_bytes_to_use", min(available_bytes(), shared_bytes()), _MIN_BYTES)
@@ -83,7 +87,7 @@ def cpu_bytes(settings: OffloadingSettings, engine_id: str) -> int:
 
 
 def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
-    """Check the settings in `kv_connector_extra_config`. A ConfigError names the wrong setting and the known
+    """Check the settings in `kv_connector_extra_config`. Raises ConfigError with the wrong setting and the known
     settings."""
     if given.get("canonical_layout"):
         raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")

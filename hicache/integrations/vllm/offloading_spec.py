@@ -4,8 +4,8 @@
         "spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm",
         "cpu_bytes_to_use": "64GB", "disk": {"path": "/nvme/kv", "budget": "500GB"}}
 
-vLLM's `TieringOffloadingSpec` does the bookkeeping between the tiers, with hicache's policy and disk. hicache makes the
-copies. `docs/decisions/033-vllm-offloading-spec.md` gives the reasons.
+vLLM's `TieringOffloadingSpec` decides which chunks move between the tiers, with hicache's policy and disk. hicache
+copies the chunks. `docs/decisions/033-vllm-offloading-spec.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _PLUGINS = "hicache.integrations.vllm"
 
 
 def _for_tiering(given: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
-    """The settings in the form of `TieringOffloadingSpec`. `sizes`: computed values that replace given ones."""
+    """Return the settings in the form that `TieringOffloadingSpec` expects. `sizes`: computed values that replace the
+    given values."""
     settings = offloading_settings(given)
     disk: list[dict[str, Any]] = []
     if settings.disk is not None:
@@ -72,8 +73,8 @@ def _for_tiering(given: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
 
 
 def _packing(settings: OffloadingSettings, config: OffloadingConfig) -> RowPacking | None:
-    """The packing of the rows, equal in all processes; None: rows are not packed. Raises ConfigError if the settings
-    request packing and the rows cannot be packed."""
+    """Return the packing of the rows, which is the same in all processes; None if rows are not packed. Raises
+    ConfigError if the settings request packing but the rows cannot be packed."""
     pack_format = format_of(settings.kv_packing, is_cuda=current_platform.is_cuda())
     if pack_format is None:
         return None
@@ -89,14 +90,12 @@ def _packing(settings: OffloadingSettings, config: OffloadingConfig) -> RowPacki
 
 
 class HiCacheOffloadingSpec(TieringOffloadingSpec):
-    """Created by vLLM in the scheduler's process, for the manager, and in the process of each worker. Raises
-    ConfigError for wrong settings.
+    """The spec for vLLM's `OffloadingConnector`; `HiCacheConnector` uses `ConnectorSpec`. vLLM creates a spec in the
+    scheduler's process, for the manager, and in the process of each worker. Raises ConfigError for wrong settings.
 
-    Under vLLM's `OffloadingConnector`; `HiCacheConnector` uses `ConnectorSpec`.
-
-    `row_packing`: how rows are packed, for the tiers below the CPU tier; None: rows have vLLM's own bytes.
-    `recurrent_states`: of the scheduler's spec, for the identity of a store. `is_fallback`: HiCacheConnector uses this
-    spec, because it cannot store chunks when the GPU evicts them.
+    `row_packing`: the packing of rows, which the tiers below the CPU tier need; None if rows have vLLM's own bytes.
+    `recurrent_states`: the recurrent states of the model, for the identity of a store; set only in the scheduler's
+    process. `is_fallback`: HiCacheConnector uses this spec, because it cannot store chunks when the GPU evicts them.
     """
 
     recurrent_states: str = ""
@@ -110,7 +109,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """See `OffloadingSpec`. Called by vLLM 0.33."""
+        """See `OffloadingSpec`. Only vLLM 0.33 calls this method."""
         keys: tuple[str, ...] = super().config_info_keys(_for_tiering(extra_config))
         return keys
 
@@ -122,7 +121,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         num_bytes = cpu_bytes(self._settings, config.engine_id)
         self.row_packing = _packing(self._settings, config)
         changed: dict[str, Any] = {"extra_config": _for_tiering(config.extra_config, cpu_bytes_to_use=num_bytes)}
-        if self.row_packing is not None:  # vLLM computes the bytes and number of rows from this
+        if self.row_packing is not None:  # vLLM computes the size and number of rows from this value
             changed["worker_kv_bytes_per_block"] = self.row_packing.part_bytes // config.cache.blocks_per_chunk
         super().__init__(dataclasses.replace(config, **changed))
         if self.num_chunks < 1:
@@ -150,7 +149,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             manager = HiCacheManager.of(manager, chunk_tokens(self.config))
             correct_scheduler()
             assert self._scheduler_mmap is not None
-            self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # users 0, 1, … are the ranks
+            self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # users 0, 1, … are the workers
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -159,7 +158,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         return self._worker
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> HiCacheOffloadingWorker:
-        """Create the worker. Raises ConfigError for devices that hicache cannot copy from, OutOfMemory if rows cannot
+        """Create the worker. Raises ConfigError if hicache cannot copy from the device, and OutOfMemory if rows cannot
         be pinned."""
         device, num_gpu_blocks = kv_caches.tensors[0].tensor.device, len(kv_caches.tensors[0].tensor)
         if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
@@ -189,7 +188,8 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             raise
 
     def _compare_sizes(self, num_gpu_blocks: int) -> None:
-        """Warn if the CPU tier is smaller than the GPU's cache, because each of its chunks is then on the GPU too."""
+        """Log a warning if the CPU tier is not larger than the GPU's cache, because then the GPU has every chunk of the
+        CPU tier."""
         num_blocks = self.num_chunks * self.blocks_per_chunk
         if num_blocks <= num_gpu_blocks:
             needed = num_gpu_blocks // self.blocks_per_chunk * self.kv_bytes_per_chunk
@@ -204,22 +204,22 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
 
     @property
     def _may_store_evicted(self) -> bool:
-        """Return whether HiCacheConnector could store chunks when the GPU evicts them, as far as this spec knows: see
-        `reason_for_eager_stores`."""
+        """Return whether HiCacheConnector could probably store chunks when the GPU evicts them.
+        `reason_for_eager_stores` has the exact conditions, which this spec cannot check completely."""
         config = self.config
         block_tokens = {group.tokens_per_block for group in config.groups}
         has_one_size = block_tokens == {config.cache.tokens_per_hash}
         return not self.is_fallback and has_one_size and config.parallel.dcp_size == 1 and not self.recurrent_states
 
     def _note_mapped(self, region: SharedOffloadRegion, user: int) -> None:
-        """Note that a process of this engine has mapped the region. When all have, the names of its files are
-        removed."""
+        """Record that a process of this engine has mapped the region. When all processes have mapped the region, remove
+        the names of its files."""
         num_users = self.config.parallel.world_size + 1
         if region.fd is not None and remove_names_once_mapped(region.mmap_path, region.fd, user, num_users):
             region._creator = False
 
     def _links(self, kv_caches: CanonicalKVCaches, rows: ChunkRows) -> list[list[Link]]:
-        """The links of each cache group. Raises ConfigError for caches that hicache cannot copy or pack."""
+        """Return the links of each cache group. Raises ConfigError if hicache cannot copy or pack the cache."""
         sizes = {"rows_per_chunk": rows.rows_per_chunk, "staging_bytes": self._settings.staging_bytes}
         if self.row_packing is None:
             return raw_links(kv_caches, rows.host, self.blocks_per_chunk, **sizes)
@@ -230,7 +230,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
 class ConnectorSpec(HiCacheOffloadingSpec):
     """The spec under `HiCacheConnector`, which also stores chunks that the GPU evicts.
 
-    `stores_computed`: whether chunks are stored when they are computed, too.
+    `stores_computed`: whether chunks are also stored when they are computed.
     """
 
     @property
@@ -250,4 +250,4 @@ class ConnectorSpec(HiCacheOffloadingSpec):
         return offloading_settings(given)
 
     def _compare_sizes(self, num_gpu_blocks: int) -> None:
-        """Do nothing: the CPU tier keeps the chunks that the GPU lacks."""
+        """Do nothing, because a small CPU tier is useful too: it has chunks that the GPU has evicted."""

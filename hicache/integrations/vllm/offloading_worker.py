@@ -1,10 +1,11 @@
-"""vLLM's `OffloadingWorker` over hicache's transfer backends: copies between its cache and the CPU tier's rows.
+"""vLLM's `OffloadingWorker` with hicache's transfer backends. The worker copies between vLLM's cache and the rows of
+the CPU tier.
 
 The rows are in vLLM's shared region. The scheduler's process, which reads and writes the disk, maps the same memory.
-With several workers, each owns a part of each row: `cpu_page_bytes` bytes from `rank * cpu_page_bytes` on.
+Each worker owns `cpu_page_bytes` bytes of each row, from `rank * cpu_page_bytes` on.
 
-vLLM does not handle failed transfers: it would use whatever bytes the blocks contain. A failed copy is therefore
-repeated block by block, and the server stops only if that fails too.
+vLLM does not handle failed transfers: it would use the wrong bytes in the blocks. So a failed copy is repeated block by
+block, and the server stops only if the second copy fails too.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _CANNOT_SHARE = (
 
 
 class ChunkRows:
-    """This worker's part of the rows of a region: `host`, uint8 [rows, cpu_page_bytes]. Owns the region, and allocates
-    its memory.
+    """This worker's part of the rows of a region. `host`: uint8 [rows, cpu_page_bytes]. This object owns the region,
+    and allocates its memory.
 
     `registry`: pins the rows, for a cache on a GPU. If the region cannot be pinned, `host` is private memory of this
-    worker. If other processes read or write the rows too (`is_shared`), OutOfMemory is raised instead.
+    worker. If `is_shared`, other processes read or write the rows too, so the constructor raises OutOfMemory instead.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class ChunkRows:
         if self._pins is not None:
             self._pins.close()
         del self.host, self._pins  # the region cannot be unmapped while a tensor refers to it
-        self._region._creator &= os.path.exists(self._region.mmap_path)  # else vLLM would remove a name that is gone
+        self._region._creator &= os.path.exists(self._region.mmap_path)  # vLLM must not remove a name twice
         self._region.cleanup()
 
 
 @dataclass
 class _Job:
-    """A transfer of vLLM: its copies, each with a function that repeats it."""
+    """A transfer of vLLM. `copies`: the copies of the transfer, each with a function that repeats the copy."""
 
     job_id: int
     copies: list[tuple[TransferOp, Callable[[], TransferOp]]]
@@ -111,7 +112,8 @@ class _Job:
             op.wait()
 
     def repeat_failed(self) -> int:
-        """Repeat the failed copies, at most once. Returns their number."""
+        """Repeat the failed copies, unless copies of this job were already repeated. Returns the number of repeated
+        copies."""
         failed = [] if self.is_repeated else [i for i, (op, _) in enumerate(self.copies) if op.error is not None]
         for i in failed:
             _, again = self.copies[i]
@@ -128,7 +130,8 @@ class _Job:
 
 
 class HiCacheOffloadingWorker(OffloadingWorker):
-    """Called only by the worker's thread. Transfers of one direction end in the order of their submission.
+    """The worker. Only the worker's thread calls the methods. Transfers of one direction end in the order of their
+    submission.
 
     `num_repeated`: copies that failed and were repeated.
     """
@@ -149,7 +152,8 @@ class HiCacheOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Submit a load. Loads keep their order, also expedited ones (vLLM 0.33 with sync_load_budget_bytes)."""
+        """Submit a load. `expedited` (vLLM 0.33 with sync_load_budget_bytes) is ignored: all loads run in the order of
+        submission."""
         return self._submit("load", job_id, dst_spec, src_spec)
 
     def get_finished(self) -> list[TransferResult]:

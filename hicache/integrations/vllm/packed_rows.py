@@ -4,11 +4,11 @@ A transfer backend copies complete chunks, and packs and unpacks them on the dev
 token, a cache tensor is a layer, and a chunk is a page. Other copies use scratch memory of one chunk on the device, in
 vLLM's layout `[tensor][block][bytes]`:
 
-    a part of a chunk is loaded    row -> unpacked there -> its blocks
-    a chunk did not fit            its blocks -> raw, the first part into the row, the rest into memory of the worker
-    a copy failed                  as these
+    a part of a chunk is loaded    row -> unpacked in scratch memory -> blocks
+    a chunk did not fit            blocks -> scratch memory -> first part to the row, the rest to memory of the worker
+    a copy failed                  repeated in one of these two ways
 
-If only some blocks of a chunk are stored, copies of one of them fill the other blocks, which no load reads.
+If only some blocks of a chunk are stored, copies of one stored block fill the missing blocks, which no load reads.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Misfits:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes [start, end) of each row in the CPU tier: the packed tiles of all tensors with tiles of one shape.
-    `scratch_packer`, `scratch_slots`: packer and slots of the scratch memory, into which one chunk is unpacked."""
+    """Bytes [start, end) of each row in the CPU tier. A part has the packed tiles of one shape, of all tensors with
+    tiles of this shape. `scratch_packer`, `scratch_slots`: packer and slots of the scratch memory, into which one chunk
+    is unpacked."""
 
     shape: BlockShape
     start: int
@@ -82,8 +83,8 @@ class _Part:
 class PackedChunkLink:
     """Transfers between the cache tensors of one group and this worker's part of each row. See `ChunkLink`.
 
-    `shapes[i]`: shapes of the tiles in blocks of `tensors[i]`. Raises ConfigError if they do not fit the rows. `rests`:
-    by row, the second part of each chunk that did not fit.
+    `shapes[i]`: shapes of the tiles in blocks of `tensors[i]`. Raises ConfigError if the packed tiles do not fit the
+    rows. `rests`: for each row whose chunk did not fit, the second part of the chunk.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class PackedChunkLink:
         self._num_loads = 0
 
     def submit(self, direction: Direction, chunks: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
-        """Start the copies. Each is returned with a function that repeats it in another way."""
+        """Start the copies. Returns each copy with a function that repeats the copy in another way."""
         if direction == "load":
             return self._load(chunks)
         rows, blocks = self._with_parts(chunks)
@@ -165,7 +166,8 @@ class PackedChunkLink:
         return _Part(shape, start, backend, scratch_packer, slots)
 
     def _with_parts(self, chunks: ChunkBlocks) -> tuple[Ids, Ids]:
-        """All stored rows, and for each all blocks of a chunk, including those that fill missing blocks."""
+        """Return all rows to store, and for each row all blocks of a chunk. Blocks that are not stored are replaced by
+        a stored block of the same chunk."""
         rows, starts = np.unique(chunks.part_rows, return_index=True)
         blocks = np.repeat(chunks.part_blocks[starts][:, None], self._blocks_per_chunk, 1)
         blocks[np.searchsorted(rows, chunks.part_rows), chunks.part_index] = chunks.part_blocks
@@ -179,17 +181,19 @@ class PackedChunkLink:
         return _StoreOp(ops, partial(self._stored, rows, of_row)), partial(self._keep_raw, rows, of_row)
 
     def _stored(self, rows: Ids, blocks: Ids, misfits: Sequence[int]) -> None:
-        """Complete a store whose packed chunks have arrived. `misfits`: positions of the chunks that do not fit."""
+        """Complete a store whose packed chunks are in the rows. `misfits`: positions, in `rows`, of the chunks that do
+        not fit."""
         self._misfits.count(len(rows), len(misfits))
         self._trailers[rows] = self._trailer(RowKind.PACKED)
         if misfits:
-            # Need not wait for the current stream: the blocks were written before the store was submitted.
+            # This copy does not wait for the current stream, because the blocks were written before the store was
+            # submitted.
             raw = self._keep_raw(rows[misfits], blocks[misfits], behind_current=False)
             if raw.error is not None:
                 raise raw.error
 
     def _keep_raw(self, rows: Ids, blocks: Ids, *, behind_current: bool = True) -> TransferOp:
-        """Store raw chunks in two parts with plain copies. Complete on return."""
+        """Store raw chunks in two parts with plain copies. The copies are complete on return."""
         op = PlainOp(len(rows) * self._scratch.numel(), self._device)
         with op.timed(self._stream, behind_current=behind_current):
             for row, of_row in zip(rows.tolist(), blocks, strict=True):
@@ -231,7 +235,7 @@ class PackedChunkLink:
         return np.repeat(rows, self._blocks_per_chunk), index, blocks.reshape(-1)
 
     def _load_blocks(self, rows: Ids, index: Ids, blocks: Ids) -> TransferOp:
-        """Copy block `index[i]` of row `rows[i]` to the device's block `blocks[i]`, one chunk after the other."""
+        """Copy block `index[i]` of row `rows[i]` to the device's block `blocks[i]`, one chunk after another."""
         op = PlainOp(len(blocks) * self._scratch.numel() // self._blocks_per_chunk, self._device)
         with op.timed(self._stream):
             for row in np.unique(rows).tolist():
@@ -243,7 +247,7 @@ class PackedChunkLink:
         return op
 
     def _unpack(self, row: int) -> None:
-        """Copy the chunk of a row to the scratch memory, unpacked."""
+        """Copy the chunk of a row to the scratch memory. A packed chunk is unpacked."""
         if not self._are_packed(np.array([row]))[0]:
             rest = self._raw_rest(row)
             self._scratch[: self._row_bytes].copy_(self._host[row, : self._row_bytes], non_blocking=True)
@@ -261,14 +265,14 @@ class PackedChunkLink:
         return are_packed
 
     def _forget(self, rows: Ids) -> None:
-        """Drop the second parts of raw chunks in these rows, which now contain other chunks."""
+        """Remove the second parts of raw chunks in these rows, because the rows now contain other chunks."""
         if self.rests:
             for row in rows.tolist():
                 self.rests.pop(row, None)
 
     def _raw_rest(self, row: int) -> torch.Tensor:
-        """The second part of a raw chunk. Raises TransferError if the row does not contain the chunk that this worker
-        stored."""
+        """Return the second part of the raw chunk in a row. Raises TransferError if the row does not contain the chunk
+        that this worker stored."""
         tag, rest = self.rests.get(row, (b"", torch.empty(0)))
         if not tag or (self._trailers[row] != self._trailer(RowKind.RAW, tag)).any():
             raise TransferError(f"row {row} of the CPU tier holds no chunk that this worker can read")
@@ -279,8 +283,8 @@ class PackedChunkLink:
 
 
 class _StoreOp:
-    """The stores of a chunk's parts. `settle` is called once before the operation is done, with the positions of chunks
-    that do not fit."""
+    """The stores of all parts of some chunks. Before the operation is done, `settle` is called once with the positions
+    of the chunks that do not fit."""
 
     is_undelayed, misfits = False, ()
 

@@ -1,8 +1,8 @@
 """hicache's eviction policies for vLLM's CPU tier: `"eviction_policy": "SLRUPolicy"` and
 `"cache_policy_module_path": "hicache.integrations.vllm"`.
 
-When a request finishes, vLLM reports the chunks that it used. The first chunk of its prompt counts as the most recently
-used, because a suffix cannot be used without its prefix.
+When a request finishes, vLLM reports the chunks that the request used. The first chunk of the prompt counts as the most
+recently used chunk, because a suffix cannot be used without its prefix.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from hicache.pages.table import NO_ROWS, PageTable, Rows, names_of
 
 log = logging.getLogger(__name__)
 
-_MIN_CHUNK_TOKENS = 16  # minimum distance of two chunks of a request
+_MIN_CHUNK_TOKENS = 16  # minimum distance of two chunks of a request, in tokens
 _MIN_TICKS = 1 << 12  # minimum ticks of a request, usually more than it has chunks
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A chunk in the CPU tier. Times are the tick of a request minus the chunk's position in the prompt.
-    `is_evictable`: no request uses the chunk or waits for it. `has_ended`: its session has ended, and no request has
-    used it since. `used_s`: seconds of `time.monotonic`, of the last use."""
+    """A chunk in the CPU tier. `created`, `last_use`: the tick of a request minus the chunk's position in the prompt.
+    `is_evictable`: no request uses the chunk or waits for it. `has_ended`: the session of the chunk has ended, and no
+    request has used the chunk since. `used_s`: time of the last use, in seconds of `time.monotonic`."""
 
     status: ChunkStatus
     created: int
@@ -60,7 +60,8 @@ class _RequestTick:
 
 @dataclass(frozen=True, slots=True)
 class _Union:
-    """The union of two sets of chunks. vLLM's policies only check whether a chunk is in it."""
+    """The union of two sets of chunks. The union supports only the operator `in`, which is enough for vLLM's
+    policies."""
 
     protected: Container[OffloadKey]
     others: Container[OffloadKey]
@@ -82,14 +83,16 @@ class _Kept:
 
 
 class HiCachePolicy(CachePolicy):
-    """An eviction policy of hicache for vLLM's CPU tier. Owned by vLLM's manager, which calls it under its lock.
+    """An eviction policy of hicache for vLLM's CPU tier. vLLM's manager owns the policy and calls it under the
+    manager's lock.
 
-    Chunks are rows of an eviction order. vLLM reports one chunk at a time; the order gets all changes together, before
-    it chooses victims. A use is counted once a request, as vLLM reports it. Chunks that a waiting request read from
-    the disk are not evicted: see `promotions`. Chunks that the GPU also has are evicted first: see `gpu_copies`.
+    Each chunk has a row of an eviction order. vLLM reports one chunk at a time; all changes are applied to the order
+    together, before chunks are chosen for eviction. Each request counts as one use of a chunk, as vLLM reports it.
+    Chunks that were read from the disk for a waiting request are not evicted (`promotions`). Chunks that the GPU also
+    has are evicted first (`gpu_copies`).
 
-    Hints of a request (`hints`) are classes of the order. A chunk with a deadline that only the GPU has gets a row of
-    the order in advance, so that the deadline counts once the chunk is stored.
+    Hints of a request (`hints`) change the class of its chunks in the order. A chunk with a deadline that only the GPU
+    has gets a row of the order in advance, so that the deadline applies when the chunk is stored.
     """
 
     strategy: ClassVar[str]
@@ -107,7 +110,8 @@ class HiCachePolicy(CachePolicy):
         self.evicted_ages_s = list[float]()
         self.clock = time.monotonic
         self._tick = 0
-        # Times of the chunks that are about to be stored: `insert` of vLLM 0.32 does not name the request.
+        # Times of the chunks that are about to be stored. `on_store_miss` records these times, because vLLM 0.32 does
+        # not pass the request to `insert`.
         self._announced: dict[OffloadKey, int] = {}
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
@@ -137,7 +141,8 @@ class HiCachePolicy(CachePolicy):
         self._awaited.announce(self._announced, req_context)
 
     def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Count a use by a running request: its chunks are as recent as the request; suffixes are evicted first."""
+        """Record a use of chunks by a running request. The chunks become as recent as the request, and suffixes are
+        evicted first."""
         accessed, now_s = list(keys), self.clock()
         for key, tick in zip(accessed, self._times_of(accessed, req_context), strict=True):
             if (chunk := self._chunks.get(key)) is not None:
@@ -251,11 +256,12 @@ class HiCachePolicy(CachePolicy):
             self._forget_ended()
 
     def _kept_copies(self) -> Container[OffloadKey]:
-        """The chunks with a deadline, which are no copies for eviction: their deadlines would end."""
+        """Return the chunks with a deadline. A chunk with a deadline is not evicted as a copy of a GPU chunk, because
+        its deadline would end."""
         return _Kept(self._table, self._order) if self._order.num_kept else ()
 
     def _release(self) -> None:
-        """Make chunks evictable for which no request waits any longer."""
+        """Make chunks evictable if no request waits for them any longer."""
         for key in self._awaited.take_released():
             if key in self._chunks and self._chunks[key].status.ref_cnt == 0:
                 self.mark_evictable(key)
@@ -268,8 +274,8 @@ class HiCachePolicy(CachePolicy):
         self.copies.set_evictable(key, is_evictable)
 
     def _use(self, keys: Sequence[OffloadKey], counted: set[OffloadKey] | None) -> None:
-        """Count a use of chunks, which are in the order of the prompt. `counted`: chunks whose hits count; None:
-        all."""
+        """Record a use of chunks. `keys` are in the order of the prompt. `counted`: the chunks for which a hit is
+        counted; None for all chunks."""
         self._tick += max(1, len(keys))
         now_s = self.clock()
         for i, key in enumerate(keys):
@@ -299,10 +305,10 @@ class HiCachePolicy(CachePolicy):
     def _new_order(self) -> None:
         self._table = PageTable()
         self._order = EvictionOrder(self._table, rank_policy(self.strategy), is_linked=False)
-        self._expected = dict[OffloadKey, None]()  # chunks with a deadline and a row, which the CPU tier lacks
+        self._expected = dict[OffloadKey, None]()  # chunks with a deadline and a row that the CPU tier lacks
 
     def _update_order(self) -> None:
-        """Apply all changes since the last call to the order."""
+        """Apply all changes since the last call of this method to the eviction order."""
         changed, self._changed = self._changed, {}
         table, order = self._table, self._order
         evicted = table.known([key for key in changed if key not in self._chunks])
@@ -386,8 +392,8 @@ class FIFOPolicy(HiCachePolicy):
 
 
 class ARCPolicy(ARCCachePolicy):
-    """vLLM's `arc`. It keeps chunks for which a request waits (`promotions`), and first evicts chunks that the GPU also
-    has (`gpu_copies`)."""
+    """vLLM's policy `arc`, with two changes: chunks for which a request waits are not evicted (`promotions`), and
+    chunks that the GPU also has are evicted first (`gpu_copies`)."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -395,7 +401,7 @@ class ARCPolicy(ARCCachePolicy):
         self._awaited = AwaitedChunks()
         self.copies = GpuCopies()
         self.miss_reasons = MissReasons()
-        self.evicted_ages_s = list[float]()  # vLLM's `arc` knows no times
+        self.evicted_ages_s = list[float]()  # always empty: vLLM's `arc` records no times
         self._has_warned = False
 
     def remove(self, key: OffloadKey) -> None:
@@ -450,7 +456,8 @@ class ARCPolicy(ARCCachePolicy):
         self._awaited.add(chunks, promotions)
 
     def apply_hints(self, hints: Hints, chunks: Sequence[OffloadKey], num_shared: int) -> None:
-        """Ignore the hints, and warn once: vLLM's `arc` has no order in which they could count."""
+        """Ignore the hints and log one warning, because vLLM's `arc` has no eviction order to which hints could
+        apply."""
         if not self._has_warned:
             self._has_warned = True
             log.warning("hints of requests are ignored in the CPU tier: set eviction_policy to lru, slru, lfu or fifo")

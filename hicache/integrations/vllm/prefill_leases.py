@@ -1,11 +1,11 @@
-"""One node computes a long prompt, and other nodes wait for its chunks: leases of prefills in the remote store.
+"""Leases of prefills in the remote store: one node computes a long prompt, and other nodes wait for the chunks of this
+prompt.
 
-    looked up: missing | lease: none   | computed here
-                       | another node's | asked again, until the chunks are stored or the lease ends | looked up again
+    looked up: missing | this node gets the lease   | computed by this node
+                       | another node has the lease | asked again until stored, or the lease ends | looked up again
 
-A prompt has a lease for each chunk at a multiple of `STEP_TOKENS` and for its last one, so prompts with a common prefix
-have common leases.
-A lease names its end, which bounds the wait for a node that has died.
+A prompt has a lease for each chunk at a multiple of `STEP_TOKENS` tokens and for its last chunk, so prompts with a
+common prefix have common leases. A lease ends at a recorded time, so no node waits longer for a node that has failed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from hicache.stores.side_by_side import Stores, answer_limit_s
 from hicache.tiers import REMOTE
 
 STEP_TOKENS = 16_384
-FIRST_TICKET = 1 << 40  # lower tickets are of `Lookups`
-_LEASE_SHARE, _WAIT_SHARE = 1.5, 2.0  # of the time that computing takes: a lease, and the longest wait for one
+FIRST_TICKET = 1 << 40  # `Lookups` uses lower tickets
+_LEASE_SHARE, _WAIT_SHARE = 1.5, 2.0  # length of a lease and longest wait, as multiples of the computing time
 _MAX_LEASE_S = 120.0
-_MAX_WAITS = 2  # of one request
-_ASK_S = 0.25  # between two look-ups of the chunks of another node
+_MAX_WAITS = 2  # maximum waits of one request
+_ASK_S = 0.25  # time between two look-ups of chunks that another node computes
 
 
 class Stage(Enum):
     """The stage of a long prompt."""
 
-    ASKING = auto()  # The remote store has not said who has the leases.
+    ASKING = auto()  # The remote store has not reported who has the leases.
     WAITING = auto()  # Another node computes the prompt.
-    ENDED = auto()  # This node loads what is stored, and computes the rest.
+    ENDED = auto()  # This node loads the stored chunks, and computes the others.
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """A long prompt. `awaited`: keys of the chunks with leases of other nodes, and the ends of these leases in seconds
-    since 1970. `until_s`: the end of the stage, on the clock of the stores. `max_wait_s`: the longest worthwhile
-    wait."""
+    """A long prompt. `awaited`: for each chunk whose lease another node has, its key and the end of the lease in
+    seconds since 1970. `until_s`: the end of the stage, on the clock of the stores. `max_wait_s`: the longest wait that
+    is worthwhile."""
 
     stage: Stage
     until_s: float
@@ -55,13 +55,15 @@ class _Prefill:
 
     @property
     def may_wait_again(self) -> bool:
-        """Whether a node has not stored its chunks in time, so that this node may take the leases."""
+        """Return whether another node has not stored its chunks in time, so that this node may request the leases
+        again."""
         return self.stage is Stage.ENDED and bool(self.awaited) and self.num_waits < _MAX_WAITS
 
 
 class PrefillLeases:
-    """Owned by the tier, called under vLLM's lock. `num_delayed`: requests that computing would delay, by request.
-    `waited`: counts waits for another node. `wall_s`: seconds since 1970, equal on all nodes."""
+    """The leases of this node's long prompts. The tier owns this object; all calls hold vLLM's lock. `num_delayed`:
+    returns the number of other requests that computing a request would delay. `waited`: counter of waits for another
+    node. `wall_s`: returns seconds since 1970; the clocks of all nodes must agree."""
 
     def __init__(
         self,
@@ -77,12 +79,12 @@ class PrefillLeases:
         self.waited = waited
         self._wall_s = wall_s
         self._prefills: dict[str, _Prefill] = {}
-        self._asked: dict[int, tuple[str, bytes]] = {}  # leases, by ticket
-        self._found: dict[int, tuple[str, tuple[bytes, ...]]] = {}  # look-ups, by ticket
+        self._asked: dict[int, tuple[str, bytes]] = {}  # request and key of each lease job, by ticket
+        self._found: dict[int, tuple[str, tuple[bytes, ...]]] = {}  # request and keys of each look-up, by ticket
         self._tickets = itertools.count(FIRST_TICKET)
 
     def is_waiting(self, request: str) -> bool:
-        """Whether the request waits for another node, or for the remote store to say so."""
+        """Return whether the request waits for another node, or for the remote store's answer about the leases."""
         prefill = self._prefills.get(request)
         if prefill is None or prefill.stage is Stage.ENDED:
             return False
@@ -93,9 +95,9 @@ class PrefillLeases:
         return prefill.stage is not Stage.ENDED
 
     def begin(self, request: str, steps: Sequence[tuple[int, bytes]], start: int, end: int) -> bool:
-        """Note that the stores lack tokens [start, end) of a prompt. `steps`: the ends and keys of the missing chunks
-        with leases. Returns whether the request waits now. Does nothing for a request that has
-        its answer, or if the time of computing is unknown."""
+        """Request the leases of a prompt, because the stores lack its tokens [start, end). `steps`: end and key of each
+        missing chunk that has a lease. Returns whether the request waits now. Does nothing if the leases of the request
+        were already answered, or if the time of computing is unknown."""
         compute_s = self._cost.prefill_s(start, end)
         remote = self._stores.tiers.get(REMOTE)
         is_known = compute_s is not None and compute_s < math.inf
@@ -119,7 +121,8 @@ class PrefillLeases:
         return prefill.stage is not Stage.ENDED
 
     def answered(self, done: LeaseDone) -> None:
-        """Note who has a lease. Leases of other nodes are waited for if that is worthwhile."""
+        """Record the answer to a lease job. After the last answer, the request waits for leases of other nodes if the
+        wait is worthwhile."""
         request, key = self._asked.pop(done.ticket, ("", b""))
         prefill = self._prefills.get(request)
         if prefill is None:
@@ -139,7 +142,8 @@ class PrefillLeases:
         self.waited.value += 1
 
     def found(self, done: FindDone) -> bool:
-        """Note the answer to a look-up. Returns False if `Lookups` asked. The wait ends if all chunks are stored."""
+        """Record the answer to a look-up. Returns False if `Lookups` submitted this look-up. If all awaited chunks are
+        stored, the wait ends."""
         if done.ticket not in self._found:
             return False
         request, keys = self._found.pop(done.ticket)

@@ -1,14 +1,15 @@
-"""Chunks that are loaded from the disk for a waiting request. The tier notes them, and the policy does not evict them.
+"""Chunks that are loaded from the disk for a waiting request. The tier records these chunks, and the policy does not
+evict them.
 
-In each step vLLM looks up all chunks of a waiting request and takes a row of the CPU tier for each chunk that only the
-disk holds. It schedules the request when all chunks are in the CPU tier. So a later chunk must not evict an earlier
-one, nor a chunk that the CPU tier had before:
+In each step vLLM looks up all chunks of a waiting request, and takes a row of the CPU tier for each chunk that is only
+on the disk. vLLM schedules the request when all chunks are in the CPU tier. So loading a later chunk must not evict an
+earlier chunk of the request, also if the earlier chunk was in the CPU tier before:
 
-    held by the disk | row taken | read | hit in every step ... | request scheduled, rows pinned
+    on the disk      | row taken | read | hit in every step ... | request scheduled, rows pinned
                      <------------- not evicted -------------->
 
-A request that finds too few rows takes none while it waits for more. Otherwise two requests could wait for each other's
-rows forever.
+If too few rows are free for a request, the request takes no row while it waits. Otherwise two requests could wait for
+each other's rows forever.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-# Maximum reads of a chunk for one request. A policy that does not know of waiting requests may evict the chunk after
-# each read and before its use. After this many reads its tokens are computed.
+# Maximum reads of a chunk for one request. A policy of vLLM may evict the chunk after each read and before the request
+# uses the chunk. After `MAX_READS` reads, the tokens of the chunk are computed.
 MAX_READS = 2
 
 
 @dataclass(slots=True, eq=False)
 class Promotions:
-    """The loads of one request, in its `ReqContext`. The tier writes them and the policy reads them, both under vLLM's
-    lock. `reads`: number of reads of each chunk. `waits`: the request has not been scheduled yet.
+    """The loads of one request, stored in its `ReqContext`. The tier writes this object and the policy reads it, both
+    under vLLM's lock. `reads`: number of reads of each chunk. `waits`: the request has not been scheduled yet.
     """
 
     reads: dict[OffloadKey, int] = field(default_factory=dict)
@@ -42,33 +43,34 @@ class Promotions:
 
 
 class AwaitedChunks:
-    """The chunks that must not be evicted because requests wait for them. Owned by the policy."""
+    """The chunks that must not be evicted because requests wait for them. The policy owns this object."""
 
     def __init__(self) -> None:
         self._requests_of: dict[OffloadKey, set[Promotions]] = {}
         self._chunks_of: dict[Promotions, set[OffloadKey]] = {}
 
     def __len__(self) -> int:
-        """Number of chunks that were announced and not released."""
+        """Return the number of chunks that were added and not released."""
         return len(self._requests_of)
 
     def __contains__(self, chunk: OffloadKey) -> bool:
         return any(promotions.waits for promotions in self._requests_of.get(chunk, ()))
 
     def announce(self, chunks: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note that rows will be taken for these chunks. They are kept if the request waits for them."""
+        """Record that vLLM will take rows for these chunks. Chunks for which the request waits are protected from
+        eviction."""
         promotions = req_context.get_state(Promotions)
         if promotions is not None:
             self.add([chunk for chunk in chunks if chunk in promotions.reads], promotions)
 
     def add(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """Keep these chunks for a request while it waits."""
+        """Protect these chunks from eviction while the request of `promotions` waits."""
         for chunk in chunks if promotions.waits else ():
             self._requests_of.setdefault(chunk, set()).add(promotions)
             self._chunks_of.setdefault(promotions, set()).add(chunk)
 
     def take_released(self) -> list[OffloadKey]:
-        """Forget the requests that no longer wait. Returns the chunks that no request waits for any more."""
+        """Remove the requests that no longer wait. Returns the chunks for which no request waits any more."""
         released: list[OffloadKey] = []
         for promotions in [promotions for promotions in self._chunks_of if not promotions.waits]:
             for chunk in self._chunks_of.pop(promotions):

@@ -1,7 +1,7 @@
 """Maps vLLM's shared region without allocating its memory, which hicache's workers allocate with several threads.
 
-vLLM allocates the complete region with one thread in each process that maps it: first the worker, then the scheduler,
-which only maps the same memory pages again. A start of vLLM waits for both.
+vLLM allocates the complete region with one thread, first in the worker's process and again in the scheduler's process,
+where the same memory pages are already allocated. The start of vLLM waits for both.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _Populate = Callable[[mmap.mmap, int, int], None]
 
 @contextlib.contextmanager
 def without_allocation() -> Iterator[None]:
-    """Within the block, a region of vLLM that this process maps has no memory until it is written. Its private function
-    is replaced because the class of the region (0.32, 0.33) has no parameter for that."""
+    """Within the `with` block, vLLM maps a region without allocating its memory; memory is allocated when it is
+    written. A private function of vLLM is replaced, because the class of the region (vLLM 0.32, 0.33) has no parameter
+    for this."""
     own = shared_offload_region._get_populate_write_fn
     shared_offload_region._get_populate_write_fn = _allocate_nothing
     try:

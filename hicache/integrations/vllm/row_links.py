@@ -27,8 +27,8 @@ def raw_links(
     rows_per_chunk: int,
     staging_bytes: int,
 ) -> list[list[Link]]:
-    """The links of each group of layers, for rows in the layout of vLLM's own worker, tensor by tensor. `host`: see
-    `ChunkRows`. Raises ConfigError for caches that hicache cannot copy."""
+    """Return the links of each group of layers, for rows in the layout of vLLM's own worker: one tensor after another.
+    `host`: see `ChunkRows`. Raises ConfigError if hicache cannot copy the cache."""
     tensors = _tensors(kv_caches)
     offsets = np.cumsum([0, *(tensor.shape[1] * blocks_per_chunk for tensor in tensors)]).tolist()
     if offsets[-1] > host.shape[1]:
@@ -64,8 +64,8 @@ def packed_links(
     rows_per_chunk: int,
     staging_bytes: int,
 ) -> list[list[Link]]:
-    """The links of each group of layers, for packed rows. `heads[i]`: of tensor i. Raises ConfigError for caches that
-    cannot be packed."""
+    """Return the links of each group of layers, for packed rows. `heads[i]`: the head layout of tensor i. Raises
+    ConfigError if the cache cannot be packed."""
     tensors, misfits = _tensors(kv_caches), Misfits()
     links: dict[tuple[int, ...], Link] = {}
     groups: list[list[Link]] = []
@@ -93,7 +93,7 @@ def packed_links(
 
 
 def _tensors(kv_caches: CanonicalKVCaches) -> list[torch.Tensor]:
-    """The cache tensors as uint8 `[num_blocks, page_bytes]`; there may be gaps between blocks."""
+    """Return the cache tensors as uint8 `[num_blocks, page_bytes]`; there may be gaps between blocks."""
     return [
         entry.tensor.view(torch.int8).view(-1, entry.page_size_bytes).view(torch.uint8)
         if entry.tensor.is_contiguous()
@@ -103,7 +103,7 @@ def _tensors(kv_caches: CanonicalKVCaches) -> list[torch.Tensor]:
 
 
 def _runs(indices: set[int]) -> Iterator[tuple[int, int]]:
-    """Half-open intervals of consecutive indices."""
+    """Yield the half-open intervals [first, end) of consecutive indices."""
     for _, run in groupby(enumerate(sorted(indices)), lambda pair: pair[1] - pair[0]):
         members = [index for _, index in run]
         yield members[0], members[-1] + 1

@@ -1,17 +1,18 @@
 """Decides whether rows of vLLM's CPU tier contain packed chunks, computes their size, and defines their trailer.
 
-The scheduler's process and each worker need the size before there is a cache, so it is computed from vLLM's
-configuration alone, which has no heads and no head size. A row therefore has the size of tiles of 64 channels; wider
-tiles need less. The workers determine the actual tiles (`block_shapes`). The layout of one row:
+The scheduler's process and each worker need the size of a row before a cache exists. So the size is computed only from
+vLLM's configuration, which has neither the number of heads nor the head size. A row has the size that tiles of 64
+channels need; wider tiles need fewer bytes. The workers determine the actual tiles (`block_shapes`). The layout of one
+row:
 
     part of worker 0 | part of worker 1 | ... | padding to a multiple of 4096 bytes
 
-    [0, part_bytes - 16)   a packed chunk, or the first part of a raw one, whose rest its worker keeps
+    [0, part_bytes - 16)   a packed chunk, or the first part of a raw chunk, whose rest is in memory of the worker
     1 byte                 `RowKind`
     7 bytes                digest of the shape of the tiles
-    8 bytes                in a raw chunk a random number, which the rest has too; else 0.
+    8 bytes                for a raw chunk, a random number that is also stored with the rest; otherwise 0
 
-Imports nothing of vLLM, so that it can be tested without an installed server.
+This module imports nothing of vLLM, so it can be tested without an installed server.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
 
 TRAILER_BYTES = 16  # bytes at the end of each worker's part
 TILE_CHANNELS = 64
-# For 3 bits: the share of escapes of values, because a tile contains keys and values.
+# The format with 3 bits uses the share of escapes for values, because a tile contains keys and values.
 _FORMATS = {
     "3": PackFormat(3, (0.05,)),
     "4": FOUR_BITS,
 }
 _ATTENTION = ("attn", "mla_attn")  # suffixes of vLLM's names of attention layers
 _ELEMENT_BYTES = 2
-_ROW_STEP = 4096  # bytes; vLLM's rows are multiples of it
+_ROW_STEP = 4096  # vLLM's rows are multiples of 4096 bytes
 
 
 class RowKind(enum.IntEnum):
-    """The content of a row. PACKED: a packed chunk. RAW: the first part of a chunk that did not fit when packed."""
+    """The content of a row. PACKED: a packed chunk. RAW: the first part of a chunk that did not fit the packed size."""
 
     PACKED = 0
     RAW = 1
@@ -58,26 +59,27 @@ class RowPacking:
 
     @property
     def name(self) -> str:
-        """The name in the identity of a store (`docs/disk_format.md`)."""
+        """The name of the packing in the identity of a store (`docs/disk_format.md`)."""
         return f"rows={self.format.bits}/{self.format.escapes[0]:g}"
 
     def are_packed(self, rows: npt.NDArray[np.uint8], ids: Sequence[int]) -> list[bool]:
-        """Return for each row of `ids` whether all its parts are packed. `rows`: uint8 `[rows, bytes]`. A raw row does
-        not contain all bytes of its chunk."""
+        """Return for each row of `ids` whether all parts of the row are packed. If a part is raw, the row does not
+        contain all bytes of its chunk. `rows`: uint8 `[rows, bytes]`."""
         ends = np.arange(1, self.num_parts + 1) * self.part_bytes - TRAILER_BYTES
         packed: list[bool] = (rows[np.asarray(ids, np.int64)[:, None], ends] == RowKind.PACKED).all(1).tolist()
         return packed
 
 
 def format_of(kv_packing: str, *, is_cuda: bool) -> PackFormat | None:
-    """The format that the setting requests; None: no packing."""
+    """Return the format that the setting requests; None without packing."""
     if kv_packing == "auto":
         return FOUR_BITS if is_cuda else None
     return _FORMATS.get(kv_packing)
 
 
 def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers: bool) -> RowPacking:
-    """The packing of rows. Raises ValueError with the reason if the rows of this configuration cannot be packed."""
+    """Return the packing of rows. Raises ValueError with the reason if the rows of this configuration cannot be
+    packed."""
     [first, *others] = (group.tokens_per_block for group in config.groups)
     parallel, blocks = config.parallel, config.cache.blocks_per_chunk
     tokens, raw_bytes = first * blocks, config.worker_kv_bytes_per_block * blocks
@@ -86,7 +88,7 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
     channels, rest = divmod(raw_bytes, tokens * _ELEMENT_BYTES)
     obstacles = {
         f"the cache has {config.model.dtype}, not bfloat16": config.model.dtype != "bfloat16",
-        f"layer {unknown[0] if unknown else ''} is none of attention": bool(unknown),
+        f"layer {unknown[0] if unknown else ''} is not an attention layer": bool(unknown),
         "secondary_tiers copy rows, and a chunk that does not fit has a part outside": has_other_tiers,
         "several workers read one part of a row": config.replicated_layout,
         "the tokens of a block lie on several workers": max(parallel.dcp_size, parallel.pcp_size) > 1,
@@ -102,13 +104,13 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
     part_bytes = part_bytes_of(format, channels, tokens, blocks)
     rows = [-(-size * parallel.world_size // _ROW_STEP) * _ROW_STEP for size in (part_bytes, raw_bytes)]
     if rows[0] >= rows[1]:
-        raise ValueError(f"rows of {rows[1]} bytes would get {rows[0]}; set block_size to more tokens")
+        raise ValueError(f"rows of {rows[1]} bytes would have {rows[0]} bytes packed; set block_size to more tokens")
     return RowPacking(format, part_bytes, parallel.world_size)
 
 
 def part_bytes_of(format: PackFormat, channels: int, tokens: int, blocks_per_chunk: int) -> int:
-    """Bytes of one worker's part of a row, for a chunk of `tokens` tokens with `channels` elements each, a multiple of
-    64."""
+    """Return the bytes of one worker's part of a row, for a chunk of `tokens` tokens. Each token has `channels`
+    elements, which is a multiple of 64."""
     packed_bytes = channels // TILE_CHANNELS * format.tile_bytes(0, tokens, TILE_CHANNELS)
-    step = 16 * blocks_per_chunk  # so that the part is divisible into blocks, in which vLLM counts
+    step = 16 * blocks_per_chunk  # makes the part divisible into blocks, because vLLM counts in blocks
     return -(-(packed_bytes + TRAILER_BYTES) // step) * step

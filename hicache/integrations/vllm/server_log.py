@@ -8,7 +8,7 @@ import logging
 
 
 class _VllmHandler(logging.Handler):
-    """Passes a record to the logger `vllm`, with the handlers and level that it has then."""
+    """Passes a record to the logger `vllm`. The handlers and the level that this logger has at that time apply."""
 
     def emit(self, record: logging.LogRecord) -> None:
         server = logging.getLogger("vllm")
@@ -17,7 +17,7 @@ class _VllmHandler(logging.Handler):
 
 
 def log_through_vllm() -> None:
-    """Log with vLLM's handlers and level, unless the operator has given hicache's logger a handler. Idempotent."""
+    """Log with vLLM's handlers and level, unless the operator has added a handler to hicache's logger. Idempotent."""
     own = logging.getLogger("hicache")
     if not own.handlers:
         own.addHandler(_VllmHandler())

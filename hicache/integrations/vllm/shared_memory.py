@@ -1,4 +1,4 @@
-"""Finds the file that backs memory of this process, so that another process can map the same file."""
+"""Finds the file that is mapped as memory of this process, so that another process can map the same file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class _File(NamedTuple):
 
 
 def descriptor_of(memory: PageBuffer) -> int | None:
-    """A new descriptor of the file that backs `memory`. `memory` is contiguous and begins at the first byte of a shared
-    mapping of the file. None if there is no such file, or if this process does not have it open."""
+    """Return a new descriptor of the file that is mapped at `memory`. `memory` is contiguous and begins at the first
+    byte of a shared mapping of the file. Returns None if no file is mapped there, or if this process does not have the
+    file open for writing."""
     file = _file_at(memory)
     if file is None:
         return None
@@ -28,19 +29,21 @@ def descriptor_of(memory: PageBuffer) -> int | None:
             is_writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
             if (found.st_dev, found.st_ino) == file[:2] and found.st_size >= memory.nbytes and is_writable:
                 return os.dup(descriptor)
-        except OSError:  # another thread closed it
+        except OSError:  # another thread has closed the descriptor
             continue
     return None
 
 
 def name_of(memory: PageBuffer) -> str:
-    """The name of the file that backs `memory`, or the kernel's name of a file without one."""
+    """Return the name of the file that is mapped at `memory`. For a file without a name, return the name that the
+    kernel shows."""
     file = _file_at(memory)
     return "" if file is None else file.name
 
 
 def _file_at(memory: PageBuffer) -> _File | None:
-    """The file whose first byte is mapped, shared, at the beginning of `memory`; None if there is none."""
+    """Return the file whose first byte is at the beginning of `memory` in a shared mapping; None if there is no such
+    file."""
     address = int(memory.__array_interface__["data"][0])
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()

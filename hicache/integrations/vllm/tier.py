@@ -1,11 +1,12 @@
-"""The page stores below vLLM's CPU tier, a disk and a remote store: a secondary tier of vLLM's `TieringOffloadingSpec`.
+"""A secondary tier of vLLM's `TieringOffloadingSpec`, with the page stores below vLLM's CPU tier: a disk and a remote
+store.
 
 vLLM calls one method at a time, under a lock. Only `drain_jobs` and `shutdown` may wait. A chunk is a row of the CPU
-tier's memory, a file in /dev/shm that the store process maps too, so this process copies nothing. vLLM keeps the rows
-of a job until it takes the job's result:
+tier's memory. The memory of the CPU tier is a file in /dev/shm that the store process also maps, so this process copies
+nothing. vLLM does not reuse the rows of a job until vLLM has taken the result of the job:
 
     submitted ... | answered by the store process | result taken by vLLM
-    <-- the store process may touch the rows ---->
+    <-- the store process may access the rows --->
 """
 
 from __future__ import annotations
@@ -74,22 +75,22 @@ from hicache.tiers import Store as Home
 
 log = logging.getLogger(__name__)
 
-_PART_CHUNKS = 8  # of a load that one reader reads; several readers read parts of one load concurrently
+_PART_CHUNKS = 8  # chunks in a part of a load; several threads read parts of one load concurrently
 _QUEUE_JOBS = 4096
-_HASH_BYTES = 32  # of SHA-256
+_HASH_BYTES = 32  # length of a SHA-256
 _GROUP_BYTES = 4  # number of the group of layers, after the hash
 _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
-# Queued stores pin rows, those used most recently. With a disk, a quarter of the rows stays free for new chunks;
-# stores that go to another machine pin a quarter.
+# Maximum shares of the rows that queued stores may pin. Queued stores pin the most recently used rows. With a disk, a
+# quarter of the rows stays available for new chunks; stores to a remote store alone may pin only a quarter.
 _DISK_SHARE, _REMOTE_SHARE = 3 / 4, 1 / 4
 
 
 @dataclass(slots=True)
 class Load:
-    """A load. `ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: unknown. By store:
-    `progress_s`, when this load or one before it last made progress; `left`, chunks in unanswered jobs. The load ends
-    when there are none."""
+    """A load. `ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None if they are unknown.
+    `progress_s`: for each store, the time at which this load or an earlier load last made progress. `left`: for each
+    store, the number of chunks in unanswered jobs. The load ends when no chunk is left."""
 
     request: str
     chunks: tuple[OffloadKey, ...]
@@ -102,7 +103,8 @@ class Load:
 
     @property
     def span_left(self) -> tuple[int, int]:
-        """The tokens that are still to be loaded, as if chunks were read from the beginning on."""
+        """The tokens that are still to be loaded, under the assumption that chunks are read in the order of the
+        prompt."""
         start, end = self.span or (0, 0)
         return end - (end - start) * self.left.total() // len(self.chunks), end
 
@@ -119,19 +121,19 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """The state, in its `ReqContext`, of a finished request with a hint. `until_s`: of its chunks, on the disk's
-    clock."""
+    """The deadline of a finished request with a hint, stored in its `ReqContext`. `until_s`: the deadline of the
+    request's chunks, on the clock of the disk."""
 
     until_s: float
 
 
 class HiCacheTier(SecondaryTierManager):
-    """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, and encrypted if there is a
-    key. The process of that store copies chunks to a remote store, which servers of several machines share. Chunks that
-    cost less to compute than to load are not loaded (`gate`).
+    """Stores vLLM's chunks in a page store on disk: with checksums, compressed, within a budget, and encrypted if a key
+    is given. The store process copies chunks to a remote store, which servers of several machines share. If computing
+    chunks takes less time than loading them, they are not loaded (`gate`).
 
-    Invariants: each job gets one result, after the store process has stopped using its rows; no method raises after
-    construction.
+    Invariants: each job gets one result, after the store process has stopped using the rows of the job. After
+    construction, no method raises.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -164,7 +166,7 @@ class HiCacheTier(SecondaryTierManager):
         is_hicache_spec = isinstance(offloading_spec, HiCacheOffloadingSpec)
         self._packing = offloading_spec.row_packing if is_hicache_spec else None
         states = offloading_spec.recurrent_states if is_hicache_spec else ""
-        # Pages of a remote store are not this server's, and are not reported.
+        # Pages of a remote store do not belong to this server, so no events report them.
         has_events = bool(config.path) and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if has_events else None
         self._server = ServerStore.open(
@@ -180,7 +182,7 @@ class HiCacheTier(SecondaryTierManager):
         self._clock = self._below.clock
         self._below.share(self._descriptor, rows.reshape(-1))
         self._lookups = Lookups(self._below, self._server.keys, self._poll, self._answer_s)
-        self._contexts: dict[str, ReqContext] = {}  # of requests that may look chunks up
+        self._contexts: dict[str, ReqContext] = {}  # contexts of requests that may look up chunks
         self._rows: PageBuffer | None = rows
         self.metrics = Metrics()
         self.dropped_jobs = dropped_jobs(self.metrics)
@@ -195,15 +197,15 @@ class HiCacheTier(SecondaryTierManager):
             self.gate, self._lookups, self._are_remote, cpu_rows, self._queue, tokens, row_bytes
         )
         self._leases = PrefillLeases(self._below, cost, self.gate.num_delayed, waited_requests(self.metrics))
-        self._waiting_requests = set[str]()  # waiting for a prefill of another node
+        self._waiting_requests = set[str]()  # requests that wait for a prefill of another node
         self._reported = TierMetrics(self.metrics, self._server.path, self._clock)
-        self.miss_reasons = MissReasons()  # of chunks whose stores or loads failed
+        self.miss_reasons = MissReasons()  # reasons for chunks whose stores or loads failed
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._results: list[JobResult] = []
         self._waiting_bytes = 0
         self._refused_hash = False
-        self._last_progress_s = self._clock()  # when a job was last submitted or made progress
+        self._last_progress_s = self._clock()  # time at which a job was last submitted or made progress
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -214,8 +216,8 @@ class HiCacheTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Look a chunk up. RETRY until the store has answered (it is asked at the end of the step), and while a load is
-        chosen but the CPU tier has no free row for it."""
+        """Look up a chunk. The store is asked at the end of the step. Returns RETRY until the store has answered, and
+        while the gate has chosen to load the chunk but the CPU tier has no free row."""
         if len(key) != _KEY_BYTES and not self._are_sha256([key]):
             return LookupResult.MISS
         if self._waits_for_node(req_context.req_id):
@@ -242,14 +244,15 @@ class HiCacheTier(SecondaryTierManager):
             self._below.used(self._server.keys(tuple(keys)))
 
     def note_used(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """See `ExplainsMisses`. Only copies to the remote store depend on it."""
+        """See `ExplainsMisses`. Reports the uses only if there is a remote store, because only copies to the remote
+        store depend on them."""
         if len(self._below.tiers) > 1:
             self.touch(chunks, req_context)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Submit a store. It fails at once if it would pin too many rows or if the store refuses it. Chunks that do not
-        fit their packed row stay in CPU memory; the job stores the others. Nothing is written for the last request of a
-        session."""
+        """Submit a store job. The job fails immediately if it would pin too many rows, or if the page store refuses it.
+        Chunks that do not fit their packed row stay in CPU memory, and the job stores only the other chunks. Chunks of
+        the last request of a session are not stored."""
         chunks, pages = tuple(job_metadata.keys), self._pages(job_metadata)
         span = self._admission.span(chunks, job_metadata.req_context)
         if span is not None:
@@ -328,8 +331,8 @@ class HiCacheTier(SecondaryTierManager):
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """Wait until all jobs have ended, however long a stalled disk takes, because their rows must not be reused
-        before."""
+        """Wait until all jobs have ended, even if the disk is stalled, because the rows of a job must not be reused
+        before the job ends."""
         begin_s, warned = time.monotonic(), False
         self._poll()
         while self._loads or self._stores:
@@ -360,14 +363,15 @@ class HiCacheTier(SecondaryTierManager):
         return Queue(*self._pending(DISK), releases_rows, *self._pending(REMOTE))
 
     def _pending(self, store: Home) -> tuple[int, float | None]:
-        """The bytes that loads still read from a store, and when one of them last made progress; None without one."""
+        """Return the bytes that loads still have to read from a store, and the time at which one of these loads last
+        made progress; None without loads."""
         loads = [load for load in self._loads.values() if load.left[store]]
         num_bytes = sum(load.left[store] for load in loads) * self.block_size_bytes
         return num_bytes, max((load.progress_s[store] for load in loads), default=None)
 
     def _waits_for_node(self, request: str) -> bool:
-        """Whether the request waits for another node that computes its prompt. After the wait, its chunks are looked up
-        again."""
+        """Return whether the request waits for another node that computes the request's prompt. After the wait, the
+        chunks of the request are looked up again."""
         if request not in self._waiting_requests:
             return False
         if self._leases.is_waiting(request):
@@ -378,7 +382,8 @@ class HiCacheTier(SecondaryTierManager):
         return False
 
     def _begin_prefill(self, missing: OffloadKey, context: ReqContext) -> bool:
-        """Note that the stores lack a chunk. Returns whether the request waits for another node that computes it."""
+        """Request the leases of the prompt, because the stores lack a chunk. Returns whether the request waits for
+        another node that computes the chunk."""
         span = self._admission.span([missing], context)
         if REMOTE not in self._below.tiers or span is None:
             return False
@@ -400,7 +405,7 @@ class HiCacheTier(SecondaryTierManager):
         return True
 
     def _answer_s(self, request: str, chunk: OffloadKey) -> float:
-        """How long a request waits for the remote store to look up its chunks from `chunk` on."""
+        """Return the seconds that a request waits until the remote store has looked up its chunks from `chunk` on."""
         context = self._contexts.get(request)
         span = None if context is None else self._admission.span([chunk], context)
         if context is None or span is None:
@@ -409,7 +414,7 @@ class HiCacheTier(SecondaryTierManager):
         return answer_limit_s(self.gate.cost.longest_wait_s(span[0], end))
 
     def _are_remote(self, chunks: Sequence[OffloadKey]) -> list[bool]:
-        """For each chunk, whether it would be read from the remote store; [] without one."""
+        """Return for each chunk whether it would be read from the remote store; [] without a remote store."""
         if REMOTE not in self._below.tiers:
             return []
         return [self._below.store_of(key) is REMOTE for key in self._server.keys(chunks)]
@@ -418,7 +423,7 @@ class HiCacheTier(SecondaryTierManager):
         return self.gate.cost.is_costly(max(context._offload_key_positions.values(), default=0))
 
     def _cancel_stalled_loads(self) -> None:
-        """Cancel the loads that are stalled. vLLM then computes the chunks that were not read."""
+        """Cancel stalled loads. vLLM then computes the chunks that were not read."""
         abandoned = False
         for load in self._loads.values():
             if load.span is None or load.cancelled.is_set():
@@ -439,7 +444,7 @@ class HiCacheTier(SecondaryTierManager):
     def _packed_chunks(
         self, chunks: tuple[OffloadKey, ...], pages: PageRows
     ) -> tuple[tuple[OffloadKey, ...], PageRows]:
-        """The chunks whose rows contain all their bytes, and their rows."""
+        """Return the chunks whose rows contain all bytes of the chunk, and these rows."""
         if self._packing is None:
             return chunks, pages
         assert self._rows is not None, "the tier is shut down"
@@ -449,14 +454,16 @@ class HiCacheTier(SecondaryTierManager):
         return tuple(itertools.compress(chunks, are_packed)), PageRows(self._rows, ids)
 
     def _are_sha256(self, chunks: Sequence[OffloadKey]) -> bool:
-        """Return whether the names of the chunks mean the same in every process. If not, log the remedy once."""
+        """Return whether the names of the chunks contain SHA-256 hashes, so that a name means the same chunk in every
+        process. If not, log an error with the remedy once."""
         if all(len(chunk) == _KEY_BYTES for chunk in chunks):
             return True
         if not self._refused_hash:
             self._refused_hash = True
             log.error(
-                "nothing is stored or served: block hashes of %d bytes are not SHA-256, so other blocks may have the "
-                "same and every process other ones; start vLLM with --prefix-caching-hash-algo sha256",
+                "nothing is stored or served: block hashes of %d bytes are not SHA-256, so different blocks may have "
+                "equal hashes, and the hash of a block differs between processes; start vLLM with "
+                "--prefix-caching-hash-algo sha256",
                 len(chunks[0]) - _GROUP_BYTES,
             )
         return False
@@ -484,7 +491,7 @@ class HiCacheTier(SecondaryTierManager):
         load.left[store] -= len(done.ok)
         self._last_progress_s = self._clock()
         for job_id, other in self._loads.items():
-            if job_id >= done.ticket:  # also loads that wait for it
+            if job_id >= done.ticket:  # later loads wait for this load
                 other.progress_s[store] = self._last_progress_s
         self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds, store)
         if not load.left.total():
@@ -532,8 +539,9 @@ class HiCacheTier(SecondaryTierManager):
 
 
 def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:
-    """A descriptor of the file that backs `rows`. Its name is removed unless the spec removes it: all workers have
-    mapped it when vLLM starts the scheduler. Raises StoreError if a store process could not map it."""
+    """Return a descriptor of the file that contains `rows`. The name of the file is removed here unless the spec
+    removes it, because all workers have mapped the file when vLLM starts the scheduler. Raises StoreError if a store
+    process could not map the file."""
     descriptor = descriptor_of(rows.reshape(-1))
     if descriptor is None:
         raise StoreError("a store process cannot map vLLM's CPU tier: it is not one open file of this process")

@@ -1,4 +1,5 @@
-"""Reports chunks that the disk stores or removes as vLLM's KV events, for routers that choose a server by its cache."""
+"""Reports the chunks that the disk stores or removes as KV events of vLLM, for routers that choose a server by the
+content of its cache."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ OWNER = "hicache"
 
 
 class TierEvents:
-    """Owned by the tier. A chunk is reported as stored once, until it is reported as removed.
+    """Creates the KV events of the tier, which owns this object. A chunk that is reported as stored is not reported
+    again before it is reported as removed.
 
-    The store names removed chunks by its own keys, so this class keeps the name of every reported chunk, about 200
-    bytes each.
+    The store reports removed chunks by the keys of the store. So this class records vLLM's name of every reported
+    chunk, which takes about 200 bytes per chunk.
     """
 
     def __init__(self, medium: Medium, locality: Locality) -> None:
@@ -24,18 +26,18 @@ class TierEvents:
         self._times_lost = 0
 
     def stored(self, keys: Sequence[bytes], chunks: Sequence[OffloadKey]) -> None:
-        """Note that the store holds the chunks under these keys."""
+        """Record that the store has the chunks under these keys."""
         new = {key: chunk for key, chunk in zip(keys, chunks, strict=True) if key not in self._chunk_of}
         self._chunk_of.update(new)
         self._emit(list(new.values()), removed=False)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Note that the store has removed the chunks of these keys."""
+        """Record that the store has removed the chunks of these keys."""
         self._emit([self._chunk_of.pop(key) for key in keys if key in self._chunk_of], removed=True)
 
     def note_losses(self, times_lost: int) -> None:
-        """Note how often the store's process has ended. After a new end, report all chunks as removed, because the
-        process can no longer report its last removals."""
+        """Record how often the store process has ended. If the store process has ended again since the last call,
+        report all chunks as removed, because the ended process can no longer report its last removals."""
         if times_lost != self._times_lost:
             self._times_lost = times_lost
             self.removed(list(self._chunk_of))

@@ -1,8 +1,8 @@
-"""Metrics of the stores and their gate in vLLM's metrics: hicache's families with the prefix `vllm:hicache_`, and the
-directory of the store as a label.
+"""Exports the metrics of the stores and the gate through vLLM. The names are those of hicache's families with the
+prefix `vllm:hicache_`; the directory of the store is a label.
 
-vLLM declares the families in the process of its API server, which has no tier. The tier's values are sent to it between
-steps.
+vLLM declares the families in the process of its API server, which has no tier. Between steps, vLLM sends the values of
+the tier to this process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hicache.stores.tier import register_tier
 from hicache.tiers import DISK, REMOTE
 
 EVERY_S = 1.0
-_NOT_MEASURED = {"cost.load_bytes_per_second"}  # vLLM makes the loads from the CPU tier
+_NOT_MEASURED = {"cost.load_bytes_per_second"}  # vLLM, not hicache, loads from the CPU tier
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """All families by name, in the form in which vLLM declares them."""
+    """Return all families by name, in the form in which vLLM declares metrics."""
     metrics = Metrics()
     LoadGate(CostModel("auto", {DISK: 1, REMOTE: 1}, metrics, time.monotonic), time.monotonic, metrics, job_bytes=1)
     dropped_jobs(metrics)
@@ -47,7 +47,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 def dropped_jobs(metrics: Metrics) -> Counter:
     return metrics.counter(
-        "disk.dropped_jobs", "jobs of stores that the tier refused, mostly because too many bytes wait"
+        "disk.dropped_jobs", "write jobs that the tier refused, mostly because too many bytes were queued"
     )
 
 
@@ -56,7 +56,9 @@ def waited_requests(metrics: Metrics) -> Counter:
 
 
 def misfit_pages(metrics: Metrics) -> Counter:
-    return metrics.counter("packing.misfit_pages", "chunks that did not fit their packed row, so not stored on disk")
+    return metrics.counter(
+        "packing.misfit_pages", "chunks that did not fit the packed size, and so were not stored on disk"
+    )
 
 
 def _family(info: MetricInfo) -> str:
@@ -64,7 +66,8 @@ def _family(info: MetricInfo) -> str:
 
 
 class TierMetrics:
-    """Owned by the tier. `store`: value of the label. Reports changed values at most every `EVERY_S` seconds."""
+    """Reports changed values of the tier's metrics, at most every `EVERY_S` seconds. The tier owns this object.
+    `store`: value of the label `store`."""
 
     def __init__(self, metrics: Metrics, store: str, clock: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -75,7 +78,8 @@ class TierMetrics:
         self._next_s = clock()
 
     def take(self) -> OffloadingConnectorStats | None:
-        """Increments of counters and new values of gauges since the last report; None if none is due."""
+        """Return the increments of counters and the new values of gauges since the last report; None if no report is
+        due."""
         now_s = self._clock()
         if now_s < self._next_s:
             return None
@@ -92,7 +96,7 @@ class TierMetrics:
             labels = (self._store, *(text for _, text in sorted(info.labels.items())))
             if info.type == "gauge":
                 stats.set_gauge(_family(info), value, labels)
-            else:  # a lower value: the counters of a store restart with its process
+            else:  # a lower value means that the store process restarted, and its counters with it
                 stats.increase_counter(
                     _family(info), value - (reported or 0) if value >= (reported or 0) else value, labels
                 )

@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from hicache.config.settings import Integer, as_flag
-from hicache.console import parse_bytes, say, sized
-from hicache.errors import ConfigError
+from hicache.console import parse_bytes, sized
+from hicache.integrations.server_flags import STORE_PROCESS, add_disk_flags, disk_settings, note, size
 from hicache.integrations.vllm.offloading_settings import offloading_settings
 from hicache.integrations.vllm.region_files import shared_bytes
 
@@ -26,21 +26,16 @@ _CONNECTORS: dict[
         {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": _PLUGINS},
     ),
 }
-_FORM = "an absolute path, a colon and the size of all its stores, like /nvme:500GB"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache vllm-config`."""
-    parser.add_argument("--cpu", required=True, type=_size, metavar="SIZE", help="CPU memory of all workers, like 64GB")
-    parser.add_argument("--disk", type=_disk, metavar="PATH:SIZE", help=_FORM)
-    parser.add_argument(
-        "--salt", default="", metavar="TEXT", help="separates tenants, or weights that vLLM cannot read"
-    )
-    parser.add_argument("--key-file", default="", metavar="FILE", help="key that encrypts pages on disk")
+    parser.add_argument("--cpu", required=True, type=size, metavar="SIZE", help="CPU memory of all workers, like 64GB")
+    add_disk_flags(parser, "vLLM", is_required=False)
     parser.add_argument(
         "--chunk-blocks", type=as_flag(Integer("blocks", 1, 1 << 16)), metavar="NUMBER",
         help="vLLM blocks of a chunk, the unit of copies and disk operations (default 1); 4 if blocks have 16 tokens, "
-        "as on most GPUs; 1 for hybrid models",
+        "as on most GPUs; 1 for models with recurrent or sliding-window layers",
     )  # fmt: skip
     parser.add_argument(
         "--plugin", choices=[*_CONNECTORS], default="connector",
@@ -50,37 +45,38 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Print the JSON in one line. Returns 0. Raises `ConfigError` for settings that vLLM's start would refuse."""
-    if flags.disk is None and (flags.salt or flags.key_file):
-        raise ConfigError(f"--{'salt' if flags.salt else 'key-file'} applies to the disk; add --disk PATH:SIZE")
-    config = transfer_config(flags.cpu, flags.disk, flags.salt, flags.key_file, flags.chunk_blocks, flags.plugin)
-    print(json.dumps(config))
+    disk = disk_settings(flags)
+    print(json.dumps(transfer_config(flags.cpu, disk, flags.chunk_blocks, flags.plugin)))
     num_bytes, shared = parse_bytes(flags.cpu), shared_bytes()
+    store_process = f", and {STORE_PROCESS}" if disk else ""
+    note(f"memory: {sized(num_bytes)} in /dev/shm for the CPU tier{store_process}, in addition to vLLM's own")
+    if flags.chunk_blocks is None:
+        note(
+            "without --chunk-blocks, a chunk is one block of vLLM: if blocks have 16 tokens, vLLM copies, looks up, "
+            "reads and writes four times as many chunks as with --chunk-blocks 4; right for models with recurrent or "
+            "sliding-window layers"
+        )
     if num_bytes > shared:
-        size = f"{-(-num_bytes // 2**30)}G"  # tmpfs knows no unit like GB
-        say(
-            f"hicache: note: /dev/shm of this machine has {sized(shared)} free, and vLLM's CPU tier would need "
-            f"{sized(num_bytes)}: raise it (mount -o remount,size={size} /dev/shm, or --shm-size={size} of a container)"
+        needed = f"{-(-num_bytes // 2**30)}G"  # tmpfs knows no unit like GB
+        note(
+            f"/dev/shm of this machine has {sized(shared)} free, and vLLM's CPU tier would need "
+            f"{sized(num_bytes)}: raise it (mount -o remount,size={needed} /dev/shm, or --shm-size={needed} of a "
+            "container)"
         )
     return 0
 
 
 def transfer_config(
-    cpu: str,
-    disk: tuple[str, str] | None,
-    salt: str = "",
-    key_file: str = "",
-    chunk_blocks: int | None = None,
-    plugin: str = "connector",
+    cpu: str, disk: dict[str, str] | None, chunk_blocks: int | None = None, plugin: str = "connector"
 ) -> dict[str, Any]:
-    """Return vLLM's `--kv-transfer-config`. `cpu`: a size with its unit. `disk`: path and budget; None: no disk.
-    `plugin`: "connector" or "spec". Raises `ConfigError` for wrong values."""
+    """Return vLLM's `--kv-transfer-config`. `cpu`: a size with its unit. `disk`: its settings; None: no disk. `plugin`:
+    "connector" or "spec". Raises `ConfigError` for wrong values."""
     connector, spec = _CONNECTORS[plugin]
     extra: dict[str, Any] = {**spec, "cpu_bytes_to_use": cpu}
     if chunk_blocks is not None:
         extra["blocks_per_chunk"] = chunk_blocks
     if disk is not None:
-        given = {"path": disk[0], "budget": disk[1], "salt": salt, "key_file": key_file}
-        extra["disk"] = {name: value for name, value in given.items() if value}
+        extra["disk"] = disk
     offloading_settings(extra)
     return {
         **connector,
@@ -88,18 +84,3 @@ def transfer_config(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-
-
-def _size(text: str) -> str:
-    try:
-        parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _disk(text: str) -> tuple[str, str]:
-    path, _, budget = text.rpartition(":")
-    if not path.startswith("/"):
-        raise argparse.ArgumentTypeError(f"{text!a} is not {_FORM}")
-    return path, _size(budget)

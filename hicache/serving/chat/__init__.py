@@ -1,1 +1,1 @@
-"""`hicache chat`: ask questions about files, and show which tiers had the tokens of each prompt."""
+"""`hicache chat`: answers questions about files, and shows which tiers had the tokens of each prompt."""

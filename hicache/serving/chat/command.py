@@ -1,4 +1,5 @@
-"""`hicache chat`: ask about files in a terminal or through a pipe. Imports no torch if the server runs elsewhere."""
+"""`hicache chat`: answers questions about files in a terminal or through a pipe. With `--url` it does not import
+torch."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import argparse
 import contextlib
 import importlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import openai
@@ -24,9 +28,9 @@ from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.loopback import is_loopback
 from hicache.serving.packaged_model import CHAT_FIELDS, NAME
 
-_TIMEOUT_S = 600.0  # maximum time until the next part of an answer; a long prompt takes long to compute
-# minimum tokens of a prompt from which the prefill speed is measured; the time of shorter prompts is mostly spent
-# elsewhere
+_TIMEOUT_S = 600.0  # maximum time until the next part of an answer, long enough to compute a long prompt
+# minimum tokens of a prompt whose time is used as the prefill speed; for shorter prompts, most of the time is not
+# prefill
 _MIN_TIMED_TOKENS = 512
 
 
@@ -40,7 +44,7 @@ class Conversation:
     max_tokens: int
     documents: str = ""
     _messages: list[Any] = field(default_factory=list)
-    _tokens_per_s: float | None = None  # prefill speed of the first prompt
+    _tokens_per_s: float | None = None  # prefill speed, from the first prompt
 
     def ask(self, question: str, on_text: Callable[[str], object]) -> str:
         """Ask a question, and pass the answer to `on_text` part by part. Returns a line about the tiers that had the
@@ -86,7 +90,8 @@ class Conversation:
 
 
 def documents_of(files: Sequence[Path]) -> str:
-    """Return the texts of the files, each below its name. Raises ConfigError if a file is empty or not text."""
+    """Return the texts of the files, each below the name of its file. Raises ConfigError if a file is empty or not
+    text."""
     texts = {file: read_text(file).strip() for file in files}
     if empty := [str(file) for file, text in texts.items() if not text]:
         raise ConfigError(f"{empty[0]} is empty; give a file with text")
@@ -140,7 +145,8 @@ def _client(server: str, key: str) -> openai.OpenAI:
 
 @contextlib.contextmanager
 def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
-    """Yield the address of the server given by --url, or of a server started in this process."""
+    """Yield the address of a server: the one given by --url, or otherwise one that this function starts in this
+    process."""
     if flags.url is None:
         server = importlib.import_module("hicache.serving.server.embedded")
         with server.embedded(flags, lambda line: _note(notes, line)) as url:
@@ -155,7 +161,7 @@ def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
 
 def _typed(notes: Console) -> Iterator[str]:
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # after this import, input() has a history of lines
+        importlib.import_module("readline")  # this import gives input() a history of lines
     _note(notes, "Ctrl-D ends the chat")
     with contextlib.suppress(EOFError):
         while True:
@@ -165,23 +171,41 @@ def _typed(notes: Console) -> Iterator[str]:
 
 
 def _answer(conversation: Conversation, question: str, notes: Console) -> None:
-    """Print the answer while it is generated, and a line about its prompt."""
+    """Print the answer while the server generates it, and then a line about the tiers that had the prompt. Raises
+    HiCacheError.
+
+    A thread asks the server. So Ctrl-C, which raises KeyboardInterrupt in the main thread, never interrupts the client
+    library: pydantic replaces this exception by its own while it builds a schema. The thread of an interrupted answer
+    ends when its connection ends.
+    """
     out, shown = new_console(), False
-
-    def show(part: str) -> None:
-        nonlocal shown
-        if part:
-            waiting.stop()
-            lines, shown = map(printable, part.expandtabs(4).split("\n")), True
-            out.print("\n".join(lines), end="", markup=False, highlight=False, soft_wrap=True)
-
+    parts: SimpleQueue[str | Future[str]] = SimpleQueue()  # the future is last, and has the result of `ask`
+    asking = threading.Thread(target=_ask, args=(conversation, question, parts), name="hicache-chat", daemon=True)
+    waiting = notes.status("computing the prompt")
     try:
-        with notes.status("computing the prompt") as waiting:
-            line = conversation.ask(question, show)
+        waiting.start()
+        asking.start()
+        while isinstance(part := parts.get(), str):
+            if part:
+                waiting.stop()
+                lines, shown = map(printable, part.expandtabs(4).split("\n")), True
+                out.print("\n".join(lines), end="", markup=False, highlight=False, soft_wrap=True)
+        line = part.result()
     finally:
+        waiting.stop()  # also after an interrupt of `start`, which has hidden the cursor
         if shown:
             out.print()
     _note(notes, line)
+
+
+def _ask(conversation: Conversation, question: str, parts: SimpleQueue[str | Future[str]]) -> None:
+    """Ask the question, and pass on the parts of the answer and then the result or error."""
+    done: Future[str] = Future()
+    try:
+        done.set_result(conversation.ask(question, parts.put))
+    except BaseException as error:  # noqa: BLE001 - `result()` raises it in the thread that prints
+        done.set_exception(error)
+    parts.put(done)
 
 
 def _note(notes: Console, line: str) -> None:

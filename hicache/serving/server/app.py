@@ -1,4 +1,4 @@
-"""The routes: completions, chats, models, health, metrics and the dashboard, as an ASGI application."""
+"""The ASGI application with the routes for completions, chats, models, health, metrics and the dashboard."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from hicache.serving.server.workers import PromptWorkers
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
-_DEBUG = "x-hicache-debug"  # header of a request whose usage has `missed_tokens_details`
+_DEBUG = "x-hicache-debug"  # with this header, the usage has `missed_tokens_details`
 _PAGE = Path(__file__).with_name("dashboard.html")
-# The dashboard page sends requests only to its own server, and cannot be shown in a frame.
+# Content security policy: the dashboard page sends requests only to its own server, and no other page may show it in a
+# frame.
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -49,8 +50,8 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class AppSettings:
-    """Settings of the application. A request must have one of `api_keys`. If `api_keys` is empty, every client may send
-    requests."""
+    """Settings of the application. `api_keys`: a request must have one of these keys; if there are none, every client
+    may send requests."""
 
     api_keys: Sequence[str]
     max_body_bytes: int
@@ -59,8 +60,8 @@ class AppSettings:
 class EventStream(Response):
     """Server-sent events of a generation.
 
-    The response begins with the first token, so that earlier errors set its HTTP status; later errors are sent as
-    events.
+    The response begins with the first token. So an error before the first token sets the HTTP status, and a later error
+    is sent as an event.
     """
 
     def __init__(self, generation: Generation, reply: Reply, fields: dict[str, Any]) -> None:
@@ -94,7 +95,8 @@ class EventStream(Response):
 def create_app(
     frontend: Frontend, workers: PromptWorkers, settings: AppSettings, kept: KeptReadings | None = None
 ) -> RequestLog:
-    """Create the ASGI application. `frontend` need not be serving yet. `kept`: readings for the dashboard."""
+    """Create the ASGI application. `frontend` may start to serve later. `kept`: readings of the last hour for the
+    dashboard."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)
     model = frontend.model
@@ -219,8 +221,8 @@ def _add_status(app: FastAPI, frontend: Frontend) -> None:
 
 
 def _add_dashboard(app: FastAPI, metrics: ServerMetrics, kept: KeptReadings | None) -> None:
-    """Add the dashboard page, and the figures that it reads each second. Like `/metrics`, both routes need no API
-    key."""
+    """Add the route of the dashboard page, and the route of the figures that the page reads each second. Like
+    `/metrics`, both routes need no API key."""
     page = _PAGE.read_text(encoding="utf-8")
 
     @app.get("/dashboard", response_class=HTMLResponse)
@@ -229,12 +231,12 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics, kept: KeptReadings | No
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        return RedirectResponse("dashboard")  # a relative address, because a proxy may put a prefix before it
+        return RedirectResponse("dashboard")  # relative, because a proxy may add a prefix to paths
 
     @app.get("/metrics.json")
     async def metrics_json(history: bool = False) -> Response:
-        """Return the figures of the dashboard. `figures` are those of hicache.monitoring.figures; `time_s` is a
-        monotonic time of the server. `history`: also return the readings of the last hour."""
+        """Return the figures of the dashboard. In the result, `figures` are the figures of hicache.monitoring.figures,
+        and `time_s` is a monotonic time of the server. `history`: also return the readings of the last hour."""
         payload = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
         if history and kept is not None:
             payload["history"] = kept.as_json()
@@ -242,7 +244,8 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics, kept: KeptReadings | No
 
 
 async def _constraint(answers: JsonAnswers, body: GenerationBody) -> JsonConstraint | None:
-    """Return the constraint of a request, created on a thread, because a large schema takes long. Raises `ApiError`."""
+    """Return the constraint of a request. A thread creates the constraint, because a large schema would block the event
+    loop for long. Raises `ApiError`."""
     schema = None if body.response_format is None else body.response_format.answer_schema
     if schema is None:
         return None
@@ -268,20 +271,21 @@ async def _answer(
         return EventStream(generation, reply, record.fields)
     async with watched(request.receive, generation, record.fields):
         texts = await generation.collect()
-    # The reply is encoded on a thread, because log probabilities of a long prompt take long.
+    # A thread encodes the reply, because encoding log probabilities of a long prompt would block the event loop.
     return await run_in_threadpool(lambda: JSONResponse(reply.complete(texts, generation.usage)))
 
 
 def _require_json(request: Request) -> None:
-    """Refuse other content types than JSON: a page of another site could send them without a preflight request of the
-    browser."""
+    """Refuse content types other than JSON, because a browser lets pages of other sites send them without a preflight
+    request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise invalid(NO_OBJECT)
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Add the bodies that the routes parse themselves to `/openapi.json`."""
+    """Add schemas of the bodies to `/openapi.json`. FastAPI does not know them, because the routes parse bodies
+    themselves."""
     paths: dict[str, type[BaseModel]] = {
         "/v1/completions": CompletionBody,
         "/v1/chat/completions": ChatBody,

@@ -1,4 +1,4 @@
-"""Ends the work for a client when the client disconnects."""
+"""Cancels the work for a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], left_s: float, timeout_s: float) -> T:
-    """Return the result of `work`. `work` is cancelled if the client disconnects, or after `left_s`, the rest of
-    `timeout_s`; then `ApiError` is raised. Exceptions of `work` are passed on.
+    """Return the result of `work`. If the client disconnects, or after `left_s` seconds, which are the rest of
+    `timeout_s`, cancels `work` and raises `ApiError`. Also raises exceptions that `work` raises.
 
-    The body of the request must have been received before.
+    The caller must have received the request's body before.
     """
     task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:

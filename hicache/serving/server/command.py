@@ -62,17 +62,17 @@ from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
 from hicache.store_command.smaller_budget import asks_on_terminal, confirm_smaller_budget
 
-# bytes of JSON; one token of a text or a list of ids has at most 16 bytes, with escapes
+# maximum bytes of a body, and of a token in it (an id, or text with escapes).
 _BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16
-_CLOSE_S = 5  # time for connections whose clients do not read the end of their answer
+_CLOSE_S = 5  # time at the end for clients that do not read their answer
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
-    """The parts of a server: the loaded model, its engine, the names of the model, the keys of clients, the
-    recorder of a trace, a function that loads the tokenizer, and the bound socket."""
+    """The parts of a server: the loaded model, its engine, the names of the model, the API keys of clients, the
+    recorder of a trace if there is one, a function that loads the tokenizer, and the bound socket."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
@@ -86,15 +86,15 @@ class ServerContext:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its final check found a fault."""
+    """Serve until SIGTERM or Ctrl-C. Returns 1 if the engine failed or its final check found a fault, else 0."""
     with logs.server_lines(getattr(logging, flags.log_level.upper())), prepared(flags, log.info) as context:
         return asyncio.run(_until_signalled(flags, context))
 
 
 @contextlib.contextmanager
 def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[ServerContext]:
-    """Load the model and build the engine for the `with` block, as the flags say. `say`: called with messages on the
-    packaged model. Raises HiCacheError."""
+    """Load the model and build the engine according to the flags. The engine is closed at the end of the `with` block.
+    `say`: called with messages on the packaged model. Raises HiCacheError."""
     require_known_parser()
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     keys = _checked_keys(flags.api_key)
@@ -127,8 +127,8 @@ def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder
 
 
 def _checked_keys(given: str | None) -> tuple[str, ...]:
-    """Return the API keys of the flag or, without the flag, of the environment. Raises ConfigError if no client could
-    send one of the keys; the message contains no key."""
+    """Return the API keys of the flag, or without the flag those of the environment. Raises ConfigError if a key cannot
+    be sent in a header; the message does not contain the key."""
     keys = api_keys() if given is None else tuple(given.split(","))
     if given is not None and "" in keys:
         raise ConfigError("--api-key has an empty key; give keys with commas between them, or leave the flag out")
@@ -172,8 +172,8 @@ def _announce(name: str, url: str) -> None:
 async def serve(
     flags: argparse.Namespace, context: ServerContext, signals: asyncio.Queue[int], on_listening: Callable[[str], None]
 ) -> int:
-    """Serve until a signal arrives. A second signal ends the open requests. `on_listening`: called with the URL when
-    clients can connect. Returns the exit status."""
+    """Serve until a signal arrives, and then wait until open requests have ended. A second signal ends them.
+    `on_listening`: called with the URL when clients can connect. Returns the exit status."""
     loop = asyncio.get_running_loop()
     loaded, engine = context.loaded, context.engine
     model = ServedModel(
@@ -205,7 +205,7 @@ async def serve(
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="error",  # uvicorn's warnings concern requests, which this server logs itself
+            log_level="error",  # uvicorn's warnings are about requests, which this server logs itself
             access_log=False,
             server_header=False,
             timeout_keep_alive=flags.keep_alive_s,
@@ -234,7 +234,7 @@ def _scheduler(flags: argparse.Namespace, engine: CacheEngine, runner: ModelRunn
 
 
 def _warm_up(engine: CacheEngine, runner: ModelRunner, flags: argparse.Namespace) -> None:
-    """Compile kernels and capture graphs on CUDA. On a CPU nothing is compiled, so the first request is not slower."""
+    """Compile kernels and capture graphs on CUDA. A CPU needs no warm-up, because nothing is compiled there."""
     if engine.pool.device.type != "cuda":
         return
     begin_s = time.perf_counter()
@@ -255,9 +255,10 @@ async def _until_stopped(
     signals: asyncio.Queue[int],
     on_listening: Callable[[str], None],
 ) -> int:
-    """Serve until a signal. Then refuse new requests, let the open ones finish, and close the engine.
+    """Serve until a signal arrives. Then refuse new requests, wait for the open requests, and close the engine.
 
-    A second signal, or the end of the grace period, ends the open requests. Returns the exit status.
+    A second signal, or the end of the grace period of `grace_s` seconds, ends the open requests. Returns the exit
+    status.
     """
     listener = context.listener
     serving = asyncio.create_task(server.serve([listener]))
@@ -267,7 +268,7 @@ async def _until_stopped(
         if not context.api_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             log.warning("other machines may ask without a key; set HICACHE_API_KEY")
         log.info("listening", extra={"fields": {"url": url, "model": ", ".join(context.names)}})
-        for handler in logging.getLogger().handlers:  # write out earlier log lines before the announcement
+        for handler in logging.getLogger().handlers:  # earlier log lines precede the announcement
             handler.flush()
         on_listening(url)
         await _any(serving, signals.get())
@@ -296,8 +297,8 @@ def _url(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the command, which lets requests finish before connections are closed.
-    `listening`: set when clients can connect."""
+    """A uvicorn server that does not handle signals. The command handles them, so that requests can finish before
+    connections are closed. `listening`: set when clients can connect."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

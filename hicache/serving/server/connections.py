@@ -1,8 +1,8 @@
-"""Limits the number and the time of connections, and detects that clients disconnect.
+"""Limits the number of connections and the time of each, and detects when clients disconnect.
 
-uvicorn limits neither. A new connection that sends nothing or an incomplete head stays open forever, and only the limit
-of open files bounds their number; uvicorn's `limit_concurrency` refuses probes like other requests. uvicorn also stops
-reading a connection that sent bytes after its request, and then does not notice when it closes.
+uvicorn lets a new connection that sends nothing, or an incomplete head, stay open forever. Only the limit of open files
+bounds the number of connections; uvicorn's `limit_concurrency` would refuse probes like other requests. uvicorn also
+stops reading from a connection that sent bytes after its request, and then does not notice that the client disconnects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hicache.errors import ConfigError
 from hicache.releases import TESTED
 
 MAX_BACKLOG = 2048
-# key of an ASGI scope: whether all connections for requests other than probes are in use
+# key of an ASGI scope; its value says whether all connections for requests other than probes are in use
 IS_CROWDED = "hicache.is_crowded"
 _SHARE_OF_PROBES = 16
 # The parts of uvicorn's parser that `Connection` overrides and reads.
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 @dataclass
 class ConnectionLimits:
     """Limits of connections. `max_connections`: maximum number of open connections. `head_s`: maximum seconds until the
-    head of a request has arrived, counted from the start of the connection or from the first byte after the last
-    response. `request_s`: maximum seconds from the head of a request until its response is sent. `refused`: returns the
-    response to an invalid request (status 400) or to a connection above the limit (503), given the status and the
-    client's address. uvicorn closes a connection that is idle after a response, by its `timeout_keep_alive`."""
+    head of a request has arrived. They count from the start of the connection, or from the first byte after the last
+    response. `request_s`: maximum seconds from the head of a request until its response is sent. `refused`: given a
+    status and the client's address, returns the response to an invalid request (400) or to a connection above the limit
+    (503). uvicorn's `timeout_keep_alive` closes connections that are idle after a response."""
 
     max_connections: int
     request_s: float
@@ -53,21 +53,21 @@ class ConnectionLimits:
 
     @property
     def max_requests(self) -> int:
-        """Maximum number of requests in progress, without probes, which have a few connections of their own."""
+        """Maximum number of requests in progress other than probes. A few connections are reserved for probes."""
         return max(1, self.max_connections - max(1, self.max_connections // _SHARE_OF_PROBES))
 
 
 def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
-    """Return the maximum number of open connections, and the maximum number of connections that are accepted in one go.
-    Open connections get half of the file descriptors of this process, and accepted connections that are not refused yet
-    get a quarter."""
+    """Return two limits: of open connections, and of connections that are accepted at once. Open connections may use
+    half of the file descriptors of this process, and connections that were accepted but not refused yet may use a
+    quarter."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(max_connections, soft // 2)), max(1, min(MAX_BACKLOG, soft // 16))
 
 
 class Connection(H11Protocol):
-    """One connection. If there are too many connections, the connection that has waited longest for a request, or for
-    the rest of a request, is closed. If responses are in progress on all other connections, the new connection is
+    """One connection. A new connection above the limit closes the connection that has waited longest for a request or
+    for the rest of a request. If responses are in progress on all other connections, the new connection itself is
     closed. The scope of each request has the key `IS_CROWDED`."""
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
@@ -76,12 +76,12 @@ class Connection(H11Protocol):
         self._served = self.app
         self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None
-        self._timed: object = None  # the request that the timer limits; None: the head of the next request
+        self._timed: object = None  # request whose time is limited by the timer; None: the head of the next request
         self._waits_since_s = self.loop.time()
 
     @property
     def is_answering(self) -> bool:
-        """Return whether a complete request has arrived and its response is not complete."""
+        """Return whether a complete request has arrived to which the response is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -97,14 +97,15 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.is_answering:
-            # Drop bytes after a request: if they were kept, the end of the connection would not be noticed.
+            # Drop bytes after a request. uvicorn would keep them, and then not notice that the client disconnects.
             self.cycle.keep_alive = False
             return
         super().data_received(data)
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that h11 cannot parse. uvicorn's own answer would be text, and would not be counted."""
+        """Refuse a request that h11 cannot parse. uvicorn would answer with plain text, without counting the
+        request."""
         self._refuse(400)
 
     def on_response_complete(self) -> None:
@@ -133,7 +134,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Start the timer of the event that the connection waits for, unless it already runs."""
+        """Start the timer for the event that the connection waits for, unless this timer already runs."""
         request = None if self.cycle is None or self.cycle.response_complete else self.cycle
         if self._timer is not None:
             if request is self._timed:
@@ -167,8 +168,8 @@ class Connection(H11Protocol):
 def require_known_parser(
     version: str = uvicorn.__version__, parser: type[Any] = H11Protocol, cycle: type[Any] = RequestResponseCycle
 ) -> None:
-    """Check that `parser` has the parts that `Connection` overrides and reads. Logs a warning if uvicorn's release was
-    not tested. Raises ConfigError if a part is missing or has other parameters."""
+    """Check that `parser` has the methods and attributes of uvicorn that `Connection` overrides and reads. Logs a
+    warning if uvicorn's release was not tested. Raises ConfigError if one is missing or has other parameters."""
     tested = TESTED["uvicorn"]
     missing = [
         name

@@ -20,9 +20,10 @@ _Stop: TypeAlias = Callable[[], object]
 
 @contextlib.contextmanager
 def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[str]:
-    """Run a server within the `with` block and yield its URL. Raises HiCacheError.
+    """Run a server within the `with` block and yield its URL. If the block raises, the server ends open requests
+    instead of completing them. Raises HiCacheError.
 
-    `flags`: those of `add_server_flags`. `say`: called with messages on the packaged model.
+    `flags`: parsed flags that `add_server_flags` added. `say`: called with messages on the packaged model.
     """
     with prepared(flags, say) as context:
         listening: concurrent.futures.Future[tuple[str, _Stop]] = concurrent.futures.Future()
@@ -31,6 +32,9 @@ def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
         url, stop = listening.result()
         try:
             yield url
+        except BaseException:
+            stop()  # the second call, below, ends open requests: the block that waited for them has ended
+            raise
         finally:
             stop()
             thread.join()

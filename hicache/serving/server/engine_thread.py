@@ -1,4 +1,4 @@
-"""The thread that owns engine, scheduler and runner, and its messages to and from the event loop."""
+"""The thread that owns engine, scheduler and runner, and the messages between this thread and the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicache.metrics import MetricValue
 from hicache.serving.request import Logprobs, Request, RequestOutput, TokenLogprobs
 from hicache.serving.scheduler import Scheduler
 
-_IDLE_S = 0.05  # time between two polls while no request is open, because copies may be in flight
+_IDLE_S = 0.05  # time between two polls without open requests, for copies that are still in flight
 _METRICS_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenChosen:
-    """A chosen token of a request. `time_s`: time of the choice by `time.perf_counter`. `logprobs`: log probabilities
-    that the request asks for, since the last token and including this one."""
+    """A chosen token of a request. `time_s`: time of the choice by `time.perf_counter`. `logprobs`: the log
+    probabilities that the request asks for and that no earlier event has, up to this token."""
 
     request_id: str
     token: int
@@ -57,7 +57,7 @@ class _State(Enum):
 
 
 class EngineThread:
-    """Runs `scheduler` over `engine`, which it starts, and closes the engine at its end.
+    """Starts `engine`, runs `scheduler`, and closes the engine when the thread ends.
 
     Any thread may call its methods and properties. Callers of `submit` must limit the number of open requests.
     `warm_up`: called on the thread before the first step.
@@ -91,13 +91,13 @@ class EngineThread:
 
     @property
     def metrics(self) -> Mapping[str, MetricValue]:
-        """Return the result of `engine.metrics()`. It is at most a second old, and older only while a step takes longer
-        than a second."""
+        """Return a result of `engine.metrics()` that is at most a second old, or as old as the current step if this
+        step takes longer."""
         return self._metrics
 
     def start(self, deliver: Callable[[Sequence[Event]], None]) -> None:
-        """Start the engine and the thread. `deliver` is called on the thread, with the events of each step in order,
-        and with no events when the thread ends."""
+        """Start the engine and the thread. `deliver`: called on the thread with the events of each step in order, and
+        with an empty list when the thread ends."""
         self._deliver = deliver
         self._engine.start()
         self._publish()
@@ -107,16 +107,16 @@ class EngineThread:
         self._commands.put(partial(self._submit, request))
 
     def abort(self, request_id: str) -> None:
-        """End the request with the next step. Does nothing if it has ended."""
+        """End the request before the next step. Does nothing if the request has ended."""
         self._commands.put(partial(self._scheduler.abort, request_id))
 
     def finish(self, request_id: str) -> None:
-        """End a request whose text is complete. Its pages stay in the cache."""
+        """End a request whose text is complete. The pages of the request stay in the cache."""
         self._commands.put(partial(self._scheduler.finish, request_id))
 
     def reset(self, tiers: Sequence[MemoryTier]) -> concurrent.futures.Future[bool]:
-        """Reset the cache as `CacheEngine.reset` does, between two steps. If no request is open, this waits for all
-        copies first."""
+        """Reset the cache between two steps, as `CacheEngine.reset` does. If no request is open, the thread first waits
+        for all copies."""
         done: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._commands.put(partial(self._reset, tiers, done))
         return done
@@ -198,4 +198,4 @@ class EngineThread:
 
 
 def _nowhere(events: Sequence[Event]) -> None:
-    """Ignore events: there are none before the thread starts."""
+    """Do nothing. This is `deliver` before the thread starts, when there are no events."""

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 
 def _with_utf8(text: str) -> str:
-    """Refuse lone surrogates, which JSON can encode and UTF-8 cannot."""
+    """Return the text. Raises an error for lone surrogates, which JSON can encode and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -17,8 +17,8 @@ def _with_utf8(text: str) -> str:
     return text
 
 
-# Names of the branches of a union, from which a discriminator chooses one. Otherwise a wrong list would cause an error
-# for each item in each branch.
+# Names of the branches of a union. A discriminator chooses the branch for a value. Without it, a wrong list would cause
+# an error for each item in each branch.
 SHAPES = ("as text", "as texts", "as ids", "as lists of ids", "as chat")
 
 
@@ -38,9 +38,9 @@ Text = Annotated[str, AfterValidator(_with_utf8)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
 SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a text, because keys of JSON objects are texts
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a str, because the keys of JSON objects are strings
 Bias = Annotated[float, Field(ge=-100, le=100)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # most likely tokens, in addition to the chosen one
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # number of most likely tokens
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]

@@ -1,4 +1,5 @@
-"""The flags of `hicache serve`, in a separate module, so that help does not need the packages of the command."""
+"""The flags of `hicache serve`. They are in a separate module, so that `--help` works without the packages that the
+command needs."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ _BYTES = as_flag(Size("bytes", 1024))
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache serve`."""
     parser.add_argument(
-        "model", nargs="?", type=model_flag, default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model"
+        "model", nargs="?", type=model_flag, default=argparse.SUPPRESS, metavar="MODEL", help="another form of --model"
     )
     add_server_flags(parser, port=8000)
 
 
 def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the flags of a server, and those of the engine in a separate group. `port`: the default port."""
+    """Add the flags of a server, and in a separate group the flags of the engine. `port`: the default port."""
     parser.add_argument(
         "--model", type=model_flag, metavar="MODEL",
         help="directory of a transformers model, its name in Hugging Face's hub, or 'random' (default: the model of "
@@ -42,17 +43,23 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     server.add_argument(
         "--yes",
         action="store_true",
-        help="neither ask nor wait if the budget is less than half of the last one",
+        help="evict pages without asking or waiting if the new budget is less than half of the last budget",
     )
     server.add_argument(
-        "--api-key", metavar="KEY", help="key that clients must send, or KEY,KEY; safer in HICACHE_API_KEY"
+        "--api-key",
+        metavar="KEY",
+        help="API key that clients must send; several keys are separated by commas; the environment variable "
+        "HICACHE_API_KEY is safer",
     )
     server.add_argument(
         "--served-model-name", nargs="+", metavar="NAME",
         help="names by which clients may request the model (default: the name of its directory)",
     )  # fmt: skip
     server.add_argument(
-        "--max-queued", type=_COUNT, default=256, help="maximum waiting prompts; more get 429 (default 256)"
+        "--max-queued",
+        type=_COUNT,
+        default=256,
+        help="maximum number of queued prompts; further prompts get status 429 (default 256)",
     )
     server.add_argument(
         "--request-timeout-s", type=_TIMEOUT_S, default=600.0, metavar="SECONDS",
@@ -61,11 +68,11 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     server.add_argument(
         "--grace-s", type=_SECONDS, default=20.0, metavar="SECONDS",
         help="maximum time for running requests to finish after SIGTERM; choose less than the kill timeout of the "
-        "orchestrator: 30 for Kubernetes, 10 for docker stop (default 20)",
+        "orchestrator, which is 30 seconds for Kubernetes and 10 for docker stop (default 20)",
     )  # fmt: skip
     server.add_argument(
         "--max-connections", type=_COUNT, default=1024,
-        help="maximum connections, at most half of the limit of open files (default 1024)",
+        help="maximum number of open connections, at most half of the limit of open files (default 1024)",
     )  # fmt: skip
     server.add_argument(
         "--keep-alive-s", type=_TIMEOUT_S, default=120.0, metavar="SECONDS",
@@ -76,41 +83,52 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         "--max-body-bytes",
         type=_BYTES,
         metavar="SIZE",
-        help="maximum size of a body; larger ones get 413 (default: depends on --max-context-len, at most 16MiB)",
+        help="maximum size of a request body; larger bodies get status 413 (default: depends on --max-context-len, at "
+        "most 16MiB)",
     )
     server.add_argument(
         "--log-level", choices=LEVELS, default="info",
-        help="lowest level that is logged; debug includes probes and scrapes (default info)",
+        help="lowest level of log lines that are written; debug includes requests of health probes and metric scrapes "
+        "(default info)",
     )  # fmt: skip
     server.add_argument(
-        "--record", type=path_of, metavar="FILE", help="write a trace of the requests for hicache replay"
+        "--record", type=path_of, metavar="FILE", help="write a trace of the requests to FILE, for hicache replay"
     )
     _add_scheduler_flags(parser)
-    EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")
+    EngineConfig.add_flags(parser, "engine (sizes that are not given depend on the model and the memory)")
 
 
 def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     running = parser.add_argument_group("scheduler")
     running.add_argument(
-        "--max-running", type=_COUNT, default=32, help="maximum requests with slots of the device tier (default 32)"
+        "--max-running",
+        type=_COUNT,
+        default=32,
+        help="maximum number of requests that have slots of the device tier at the same time (default 32)",
     )
     running.add_argument(
         "--priority-level-s", type=_SECONDS, default=15.0, metavar="SECONDS",
-        help="waiting time that is worth one level of priority; 0: ignore priority (default 15)",
+        help="for each level of its priority, a request is served as if it had been submitted this much earlier; 0: "
+        "ignore priority (default 15)",
     )  # fmt: skip
     running.add_argument(
         "--max-overtake-s", type=_SECONDS, default=15.0, metavar="SECONDS",
-        help="requests with less left to compute may overtake requests submitted up to this much earlier; 0: first "
-        "come, first served (default 15)",
+        help="a request with fewer tokens left to compute may overtake requests that were submitted up to this many "
+        "seconds earlier; 0: first come, first served (default 15)",
     )  # fmt: skip
-    running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of one forward pass (default 8192)")
+    running.add_argument(
+        "--chunk-tokens", type=_COUNT, default=8192, help="maximum tokens of one forward pass (default 8192)"
+    )
     running.add_argument(
         "--max-pass-s", type=_SECONDS, default=0.5, metavar="SECONDS",
-        help="maximum time of a forward pass over prompts while other requests decode, else four times that; on a slow "
-        "device a pass then has fewer than --chunk-tokens; 0: no limit (default 0.5)",
+        help="maximum time of a forward pass over prompts while other requests decode; four times this time if no "
+        "request decodes; 0: no limit (default 0.5)",
     )  # fmt: skip
     running.add_argument(
         "--attention", choices=("auto", *get_args(Kernels)), default="auto",
-        help="triton: reads the pool's slots in place; torch: over gathered keys (default: triton on CUDA if possible)",
+        help="triton: attention reads keys and values in the pool's slots; torch: attention over gathered keys and "
+        "values (default: triton on CUDA if the model supports it)",
     )  # fmt: skip
-    running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")
+    running.add_argument(
+        "--compile", action="store_true", help="let torch.compile fuse the kernels of decode passes on CUDA"
+    )

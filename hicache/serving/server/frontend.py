@@ -1,4 +1,5 @@
-"""Connects HTTP requests and the engine thread: keeps the open requests, and passes each token to its request."""
+"""Connects HTTP requests and the engine thread. It keeps the open requests, and passes each generated token to its
+request."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
-_MAX_PROMPT_LOGPROBS = 1 << 20  # per request; at this limit, log probabilities take 100 MiB
+_MAX_PROMPT_LOGPROBS = 1 << 20  # maximum per request; this many take 100 MiB
 _MIN_S = 1e-3
-_CONTEXT_TOKENS = 32  # last tokens of a prompt that the decoder of the answer gets
-_SEED_MASK = (1 << 64) - 1  # negative seeds are converted to two's complement
+_CONTEXT_TOKENS = 32  # number of last prompt tokens that are context for decoding the answer
+_SEED_MASK = (1 << 64) - 1  # converts negative seeds to two's complement
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model. `names`: names by which clients may request the model; the first one is used if a client gives
-    none. `max_len`: maximum tokens of a prompt and its answer together. `sampling`: default parameters. Token ids are
-    below `vocab_size`."""
+    """The served model. `names`: names by which clients may request the model. Answers have the first name if the
+    client gave no name. `max_len`: maximum tokens of a prompt and its answer together. `sampling`: default parameters.
+    Token ids are below `vocab_size`."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -55,9 +56,8 @@ class Limits:
 
 @dataclass
 class _OpenRequest:
-    """An answer to a prompt. Times are of `time.perf_counter`. `others`: further answers to the same prompt. The
-    further answers are submitted when the first token of this answer arrives, so that they find the prompt in the
-    cache."""
+    """An answer to a prompt. Times are of `time.perf_counter`. `others`: further answers to the same prompt. They are
+    submitted when the first token of this answer arrives, because the prompt is in the cache then."""
 
     generation: Generation
     arrival_s: float
@@ -95,22 +95,22 @@ class Frontend:
         )
 
     def require_serving(self) -> None:
-        """Raise an `ApiError` of status 503 while the server stops, and after the engine has failed."""
+        """Raise an `ApiError` of status 503 if the server is stopping or the engine has failed."""
         if self._stopping:
             raise _stopping()
         if not self._thread.alive:
             raise unavailable("the engine has failed; the server has to be started again", "engine_failed")
 
     def require_capacity(self, num_answers: int) -> None:
-        """Raise `ApiError` if a request for `num_answers` answers must be refused now."""
+        """Raise `ApiError` if the server is not serving, or if `num_answers` more answers would exceed `max_open`."""
         self.require_serving()
         if len(self._open) + self._num_prepared + num_answers > self.limits.max_open:
             raise overloaded(self.limits.max_open)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request as open while its prompts are tokenized in the `with` block. Raises `ApiError` if there are
-        too many."""
+        """Count a request as open while its prompts are tokenized within the `with` block. Raises `ApiError` if too
+        many requests are open."""
         self.require_capacity(1)
         self._num_prepared += 1
         try:
@@ -119,7 +119,8 @@ class Frontend:
             self._num_prepared -= 1
 
     def left_s(self, arrival_s: float) -> float:
-        """Return the seconds left to a request that arrived at `arrival_s` of `time.perf_counter`; above 0."""
+        """Return the seconds until the timeout of a request that arrived at `arrival_s` of `time.perf_counter`. The
+        result is always above 0."""
         return max(_MIN_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
 
     def start(
@@ -132,8 +133,8 @@ class Frontend:
         *,
         is_debug: bool = False,
     ) -> Generation:
-        """Submit all prompts of a request, or none. `constraint`: restricts each answer. `is_debug`: see `Generation`.
-        Raises `ApiError`."""
+        """Submit all prompts of a request, or raise and submit none. `constraint`: restricts each answer. `is_debug`:
+        see `Generation`. Raises `ApiError`."""
         num_each = body.n or 1
         self.require_capacity(len(prompts) * num_each)
         self._require_possible(body, prompts)
@@ -168,7 +169,7 @@ class Frontend:
             raise timed_out(self.limits.timeout_s) from None
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Pass each event to its request. No events mean that the engine thread has ended."""
+        """Pass each event to its request. An empty list of events means that the engine thread has ended."""
         for event in events:
             open_request = self._open.get(event.request_id)
             if open_request is None:
@@ -218,8 +219,8 @@ class Frontend:
             self._recorder.arrived(request.request_id, request.tokens, request.namespace)
 
     def _submit_others(self, open_request: _OpenRequest) -> None:
-        """Submit the later answers to a prompt (`n` > 1). Their deadline counts from the request's arrival. They are
-        aborted if their generation was aborted."""
+        """Submit the second and later answers to a prompt (`n` > 1). Their deadline counts from the request's arrival.
+        If the generation was aborted before, they are aborted immediately."""
         left_s = self.left_s(open_request.arrival_s)
         others, open_request.others = open_request.others, ()
         for request in others:
@@ -228,7 +229,7 @@ class Frontend:
                 self._thread.abort(request.request_id)
 
     def _request(self, body: GenerationBody, prompt: Prompt, request_id: str, number: int, left_s: float) -> Request:
-        """Return the engine's request for answer `number`, from 0, to the prompt."""
+        """Return the scheduler's request for one answer to the prompt. `number`: number of the answer, from 0."""
         seed = (secrets.randbits(64) if body.seed is None else body.seed) + number & _SEED_MASK
         sampling = dataclasses.replace(self.model.sampling, **body.sampling, seed=seed)
         eos_ids = frozenset() if body.ignore_eos else self.model.eos_ids

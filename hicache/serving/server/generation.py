@@ -1,4 +1,4 @@
-"""The answers to one HTTP request while they are generated: takes tokens, returns pieces of text."""
+"""The answers to one HTTP request during generation. It receives tokens and returns pieces of text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hicache.serving.server.replies import (
 )
 from hicache.serving.text import StopMatcher, TextDecoder
 
-_MAX_LOGPROBS = 256  # log probabilities per event, so that other requests can use the event loop between two events
+_MAX_LOGPROBS = 256  # maximum per event, so that other requests can use the event loop between two events
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,13 @@ class Choice:
 
     @property
     def complete(self) -> bool:
-        """Return whether later tokens are ignored, because a stop string was found or the tokenizer failed to
+        """Return whether the answer ignores further tokens, because a stop string was found or the tokenizer failed to
         decode."""
         return self._stops.found or self._failed
 
     def push(self, token: int, logprobs: Sequence[TokenLogprobs] = ()) -> bool:
-        """Add a token and the log probabilities up to it. Returns whether the text is complete now."""
+        """Add a token, and the log probabilities of tokens up to this token. Returns whether the text is complete
+        now."""
         if self._has_no_answer:
             self.logprobs += logprobs[:-1]
             return False
@@ -73,8 +74,8 @@ class Choice:
         return self.complete
 
     def take(self) -> Delta:
-        """Return text and log probabilities since the last call. Of many log probabilities, such as those of a long
-        prompt, only the first are returned."""
+        """Return text and log probabilities since the last call. If there are many log probabilities, such as for a
+        long prompt, the rest is left for later calls."""
         text, self.text = self.text, ""
         logprobs = [self.logprobs.popleft() for _ in range(min(len(self.logprobs), _MAX_LOGPROBS))]
         outcome = "" if self.logprobs else self.outcome
@@ -87,7 +88,7 @@ class Choice:
         self.outcome = "error" if self._failed else "stop" if self._stops.found else reason
 
     def _take(self, decode: Callable[[], str]) -> None:
-        """Append decoded text. Exceptions of the model's tokenizer end this request and no other."""
+        """Append decoded text. If the model's tokenizer raises, only this request ends."""
         try:
             text = decode()
             self.text += text if self.num_tokens <= self._min_tokens else self._stops.push(text)
@@ -99,9 +100,9 @@ class Choice:
 class Generation:
     """The answers to one HTTP request. All methods are called on the event loop.
 
-    `choices`: the answers by request id. `ends`: the engine thread that runs the requests. `timeout_s`: time limit of a
-    request in seconds, for the error message. `is_debug`: whether the usage says why tokens of the prompt were
-    computed.
+    `choices`: the answers by request id. `ends`: the engine thread, by which requests are ended. `timeout_s`: time
+    limit of a request in seconds, for the error message. `is_debug`: whether the usage lists why tokens of the prompt
+    were computed.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Generation:
         return Usage(self._prompt_tokens, generated, self._cached, self._missed)
 
     def summary(self) -> dict[str, object]:
-        """Return tokens and outcomes, for the log line."""
+        """Return numbers of tokens and the outcomes of the answers, for the log line."""
         usage = self.usage
         return {
             "prompt_tokens": usage.prompt,
@@ -134,13 +135,14 @@ class Generation:
         }
 
     def push(self, request_id: str, token: int, logprobs: Sequence[TokenLogprobs] = ()) -> bool:
-        """Add a token and the log probabilities up to it. Returns False if the text was complete before."""
+        """Add a token of a request, and the log probabilities of tokens up to this token. Returns False if the text was
+        already complete."""
         choice = self._unfinished.get(request_id)
         if choice is None or choice.complete:
             return False
         for other in self._unfinished.values() if len(logprobs) > 1 else ():
             if other is not choice and other.prompt_index == choice.prompt_index:
-                # log probabilities of the prompt, which only the first answer's request computes
+                # Copy log probabilities of the prompt: only the request of the first answer computes them.
                 other.logprobs += logprobs[:-1]
         if choice.push(token, logprobs):
             self._ends.finish(request_id)
@@ -181,10 +183,10 @@ class Generation:
         self._news.set()
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yield pieces of text as they are generated, until all answers have ended. If the reader is slow, a piece has
-        several tokens.
+        """Yield pieces of text as soon as they are generated, until all answers have ended. If the reader is slow, a
+        piece has the text of several tokens.
 
-        The last delta of a choice has a finish reason; a delta may have no text. Raises `ApiError`.
+        Only the last delta of a choice has a finish reason. A delta may have no text. Raises `ApiError`.
         """
         finished: set[int] = set()
         while len(finished) < len(self._choices):
@@ -213,7 +215,7 @@ class Generation:
         return [joined(deltas) for deltas in parts.values()]
 
     def _fail(self, error: ApiError) -> None:
-        """Store the first error, and end the other prompts of the request."""
+        """Store an error if it is the first one, and end all answers of the request."""
         if self._error is None:
             self._error = error
             self.abort()

@@ -1,4 +1,5 @@
-"""Log probabilities as OpenAI's objects: parallel lists for completions, one object for each token for chats."""
+"""Converts log probabilities to OpenAI's objects. Completions have parallel lists, and chats have one object for each
+token."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import Any
 from hicache.serving.models import Tokenizer
 from hicache.serving.request import TokenLogprobs
 
-_MIN_LOGPROB = -9999.0  # vLLM's number for -inf, which JSON cannot express
+_MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express, as in vLLM
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each single token, including special tokens, cached; at most one entry per token of the
+    """A cache of the text of each single token, including special tokens. It has at most one entry per token of the
     vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,8 +27,8 @@ class TokenTexts(dict[int, str]):
 
 
 class LogprobsReply:
-    """Converts the log probabilities of one answer, piece by piece. `as_ids`: write a token's text as "token_id:7",
-    like vLLM."""
+    """Converts the log probabilities of one answer, piece by piece. `as_ids`: write "token_id:7" in place of a token's
+    text, as vLLM does."""
 
     def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
         self._texts = texts
@@ -35,8 +36,9 @@ class LogprobsReply:
         self._offset = 0
 
     def of_completion(self, entries: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:
-        """Return the lists of a completion. `text_offset` is where the token's text begins in the joined texts.
-        `top_logprobs` includes the token itself; of tokens with equal text, it has the most likely one."""
+        """Return the lists of a completion. `text_offset` has the index at which each token's text begins in the joined
+        texts. `top_logprobs` includes the token itself. If several tokens have the same text, it has only the most
+        likely of them."""
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             tops: dict[str, float] | None = None
@@ -62,7 +64,7 @@ class LogprobsReply:
         }
 
     def _of_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return the object of one token. `bytes` is null for a token that is a part of a character."""
+        """Return the object of one token. `bytes` is null if the token is only a part of a character."""
         text = self._texts[token]
         as_bytes = None if "\ufffd" in text else [*text.encode()]
         return {"token": self._text(token), "logprob": max(_MIN_LOGPROB, logprob or 0.0), "bytes": as_bytes}

@@ -23,7 +23,7 @@ from hicache.serving.server.replies import CLOSE, crowded, internal_error, inval
 REQUEST_ID = "x-request-id"
 _RECORD = "hicache.record"
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
-# routes that are requested frequently
+# routes for health checks and monitoring, which are requested frequently
 _PROBES = ("/", "/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")
 _FIRST_ERROR = 400
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class HttpRecord:
-    """The data of a request's log line. `fields`: further fields, set by the handler; never text from a client.
-    `arrival_s`: time by `time.perf_counter` at which the request's head had arrived."""
+    """The data of a request's log line. `fields`: further fields, which the handler sets; they must not contain text
+    from a client. `arrival_s`: time by `time.perf_counter` at which the request's head had arrived."""
 
     request_id: str
     arrival_s: float
@@ -50,8 +50,8 @@ def record_of(scope: Scope) -> HttpRecord:
 class RequestLog:
     """The outermost application: reads and sets `x-request-id`, writes one log line and counts each request.
 
-    An exception that reaches it is answered with status 500 unless the response had begun. This exception is logged
-    without its message.
+    If the application raises an exception before the response has begun, the client gets status 500. The exception is
+    logged without its message.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -81,8 +81,8 @@ class RequestLog:
             self._done(scope, record)
 
     def refused(self, status: int, client: tuple[str, int] | None) -> Response:
-        """Return the response to an invalid HTTP request, or to a connection above the limit. The response is counted
-        and logged like others."""
+        """Return the response to an invalid HTTP request, or to a connection above the limit. This response is counted
+        and logged like all other responses."""
         record = HttpRecord(uuid.uuid4().hex, time.perf_counter(), status, {"client": client and client[0]})
         answer = {400: invalid("this is no valid HTTP request", headers=CLOSE), 503: crowded()}[status].response()
         answer.headers[REQUEST_ID] = record.request_id
@@ -108,8 +108,8 @@ class RequestLog:
 class Gate:
     """Refuses four kinds of requests: requests without a valid API key on routes that need one; requests other than
     probes if the server is crowded; requests with both Content-Length and Transfer-Encoding, or with two
-    Content-Lengths, because a proxy may disagree with this server about their end; and requests whose Content-Length
-    exceeds `max_body_bytes`."""
+    Content-Lengths, because a proxy and this server may disagree where such a request ends; and requests whose
+    Content-Length exceeds `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app

@@ -20,7 +20,8 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 
 class ServerMetrics:
-    """All metrics of one server, in a separate registry. Written on the event loop; any thread may call `text`."""
+    """All metrics of one server, in a separate registry. Only the event loop writes metrics; any thread may call
+    `text`."""
 
     def __init__(
         self,
@@ -37,17 +38,17 @@ class ServerMetrics:
             "hicache_requests", f"Ended prompts by outcome: {', '.join(_OUTCOMES)}", ["outcome"], registry=registry
         )
         for outcome in _OUTCOMES:
-            self.requests.labels(outcome)  # starts at 0, so that a rate shows the first error of a server
+            self.requests.labels(outcome)  # begins at 0, so that `rate()` counts the first error
         self.http = Counter("hicache_http_responses", "HTTP responses", ["route", "status"], registry=registry)
         self.prompt_tokens = Counter(
             "hicache_prompt_tokens", "Tokens of admitted prompts that have ended", registry=registry
         )
         self.cached_tokens = Counter(
-            "hicache_cached_tokens", "Tokens of these prompts that were hits in a tier", ["tier"], registry=registry
+            "hicache_cached_tokens", "Hit tokens of admitted prompts that have ended", ["tier"], registry=registry
         )
         self.saved_s = Counter(
             "hicache_saved_prefill_seconds",
-            "Seconds that computing these hits would have taken, by the measured prefill speed",
+            "Time that computing the hit tokens would have taken, by the measured prefill speed",
             ["tier"],
             registry=registry,
         )
@@ -56,17 +57,23 @@ class ServerMetrics:
         self.generated_tokens = Counter("hicache_generation_tokens", "Tokens generated", registry=registry)
         self.ttft_s = Histogram(
             "hicache_time_to_first_token_seconds",
-            "From arrival to the first token",
+            "Time from the arrival of a prompt to its first token",
             buckets=FIRST_TOKEN_S,
             registry=registry,
         )
         self.inter_token_s = Histogram(
-            "hicache_inter_token_seconds", "Between two tokens of a prompt", buckets=BETWEEN_TOKENS_S, registry=registry
+            "hicache_inter_token_seconds",
+            "Time between two tokens of an answer",
+            buckets=BETWEEN_TOKENS_S,
+            registry=registry,
         )
         self.request_s = Histogram(
-            "hicache_request_seconds", "From arrival to the end of a prompt", buckets=_REQUEST_S, registry=registry
+            "hicache_request_seconds",
+            "Time from the arrival of a prompt to the end of its answer",
+            buckets=_REQUEST_S,
+            registry=registry,
         )
-        running = Gauge("hicache_requests_running", "Prompts that hold slots of the device tier", registry=registry)
+        running = Gauge("hicache_requests_running", "Prompts that have slots of the device tier", registry=registry)
         running.set_function(num_running)
         queued = Gauge("hicache_requests_queued", "Prompts that wait for slots", registry=registry)
         queued.set_function(num_queued)
@@ -78,8 +85,9 @@ class ServerMetrics:
 
 
 class EngineCollector(Collector):
-    """Collects the engine's metrics at each scrape. A name is `hicache_`, the family, and `_total` for counters. A
-    label that a member does not have is empty, which Prometheus treats as absent.
+    """Collects the engine's metrics at each scrape. The name of a metric in Prometheus is `hicache_`, the family, and
+    for counters `_total`. If a metric lacks a label of its family, the label is empty, which Prometheus treats as
+    absent.
 
     `metrics`: returns the result of `CacheEngine.metrics`, possibly slightly old. `described`:
     `CacheEngine.describe()`.
@@ -101,7 +109,8 @@ class EngineCollector(Collector):
         yield from (family for family in families.values() if family.samples)
 
     def describe(self) -> list[Metric]:
-        """Return the metric families without values, so that registration collects nothing."""
+        """Return the metric families without values. Prometheus calls this at registration, so that it does not collect
+        values then."""
         return [_family(members) for members in self._members.values()]
 
 

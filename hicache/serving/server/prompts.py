@@ -34,20 +34,20 @@ BODIES: dict[str, type[AnyBody]] = {
 }
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
-# maximum tokens of a generation prompt, with an empty thought, if the client applied the chat template
+# assumed maximum tokens of a generation prompt with an empty thought, if the client applied the chat template itself
 _GENERATION_PROMPT_TOKENS = 8
 _MAX_REASONS = 3  # maximum reasons in the message of a refused body
 _MAX_NAME = 64  # maximum characters of a client's field name in a message
 _REASONS = {"extra_forbidden": "this route does not support this field", "missing": "the field is required"}
-_TYPICAL_CHARS = 8  # more than the mean characters per token, except for texts that repeat a few long tokens
+_TYPICAL_CHARS = 8  # characters per token; only texts that repeat a few long tokens have more on average
 _PIECE_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. `tokens`: int64 [len]; together with `max_new_tokens` at most the model's context. `text`: text of the
-    prompt, if answers begin with it. `shared_len`: minimum number of tokens with which the next turn's prompt begins
-    too, if there is a next turn."""
+    """A prompt. `tokens`: int64 [len]; `tokens` and `max_new_tokens` together do not exceed the model's context.
+    `text`: text of the prompt, if answers begin with this text. `shared_len`: number of tokens at the beginning of this
+    prompt with which the prompt of a next turn also begins, or fewer."""
 
     tokens: npt.NDArray[np.int64]
     max_new_tokens: int
@@ -57,7 +57,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked body, without the texts of its prompts."""
+    """A checked body without the texts of its prompts, and the prompts as tokens."""
 
     body: AnyBody
     prompts: list[Prompt]
@@ -74,7 +74,7 @@ class PromptLimits:
 
 
 class PromptEncoder:
-    """Parses bodies and tokenizes their texts. Both may take long, so neither runs on the event loop."""
+    """Parses bodies and tokenizes their texts. Both may take long, so the event loop must not call these methods."""
 
     def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
         self._tokenizer = tokenizer
@@ -151,8 +151,9 @@ class PromptEncoder:
         return encode(text)
 
     def _require_plausible_length(self, text: str, param: str) -> None:
-        """Refuse a text before it is tokenized completely, if its characters cannot fit in the context even with the
-        longest tokens, or if its first pieces have more than twice the tokens of the context."""
+        """Refuse a text that cannot fit in the context, without tokenizing it completely. A text is refused if it has
+        too many characters even for the longest tokens, or if its first pieces have more than twice the tokens of the
+        context."""
         max_len = self.limits.max_len
         is_too_long = len(text) > max_len * self._tokenizer.max_token_chars
         if not is_too_long and len(text) > max_len * _TYPICAL_CHARS:

@@ -1,8 +1,8 @@
-"""The bodies of requests: fields of OpenAI, vLLM and SGLang.
+"""The bodies of requests, with fields of OpenAI, vLLM and SGLang.
 
-A field has its documented effect or, if it is in `IGNORED`, none. Any other field is refused by name, unless its value
-is null or an empty list; docs/serving.md lists both kinds. A field that is null counts as absent. Values are not
-converted: "1" is not a number.
+A declared field has its documented effect, and a field in `IGNORED` has no effect; docs/serving.md lists both kinds. A
+request with any other field is refused with the field's name, unless the value is null or an empty list. A field that
+is null counts as absent. Values are not converted: "1" is not a number.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _SAMPLING = (
 )
 
 
-# Fields of generation requests that are ignored. Fields such as `tool_choice` only select among the tools of a request,
-# and a request with tools is refused.
+# Fields of generation requests that are ignored. Ignoring `tool_choice` and similar fields is safe: they only select
+# among the tools of a request, and a request with tools is refused.
 IGNORED = frozenset(
     {
         "user",
@@ -72,7 +72,7 @@ IGNORED = frozenset(
 
 
 class Body(BaseModel):
-    """An object of a request. `ignored`: names of fields that are accepted with any value, and change nothing."""
+    """A JSON object in a request. `ignored`: names of fields that are accepted with any value and have no effect."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -175,8 +175,8 @@ class GenerationBody(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of most likely tokens whose log probabilities are returned, in addition to the chosen
-        one's; None: no log probabilities."""
+        """Return the number of most likely tokens whose log probabilities the answer has, in addition to that of the
+        chosen token. None means no log probabilities."""
         raise NotImplementedError
 
     @property
@@ -185,7 +185,7 @@ class GenerationBody(Body):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Return the given fields of `SamplingParams`, except the seed."""
+        """Return the fields of `SamplingParams` that the body sets, except for the seed."""
         given: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"top_k": None if self.top_k is None else max(0, self.top_k), "logit_bias": (*self.bias.items(),)}
         return {name: value for name, value in given.items() if value is not None}
@@ -202,7 +202,8 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    """The body of `/v1/completions`. `prompt`: a text, texts, token ids, or lists of them."""
+    """The body of `/v1/completions`. `prompt`: a text, a list of texts, a list of token ids, or several lists of token
+    ids."""
 
     prompt: Annotated[
         Annotated[Text, Tag("as text")]
@@ -292,6 +293,7 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def without_texts(self) -> ChatBody:
-        """Return a copy without the messages' text, for the rest of the request's life."""
+        """Return a copy of the body without the text of its messages. The server keeps this copy until the request
+        ends."""
         none = Message(role="user", content="")
         return self.model_copy(update={"messages": [none], "chat_template_kwargs": None})

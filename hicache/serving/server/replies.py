@@ -1,4 +1,5 @@
-"""The answers of the server: OpenAI's objects as JSON, and one form of error body for every status."""
+"""The responses of the server: OpenAI's objects as JSON, and error bodies, which have the same form for every
+status."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class ApiError(Exception):
         self.status = status
         self.headers = dict(headers or {})
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
-        super().__init__(status, message)  # arguments from which unpickling creates the error again
+        super().__init__(status, message)  # unpickling passes these arguments to the constructor
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
@@ -121,7 +122,8 @@ def overloaded(limit: int) -> ApiError:
 
 
 def client_disconnected() -> ApiError:
-    """Return an error for the log and the metrics only, with nginx's status, because the client has disconnected."""
+    """Return an error with nginx's status 499. It only appears in the log and the metrics, because the client has
+    disconnected."""
     return ApiError(499, "the client has closed the connection", kind="client_error", code="client_disconnected")
 
 
@@ -135,8 +137,8 @@ def unavailable(message: str, code: str) -> ApiError:
 
 @dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens of one HTTP request, summed over its prompts. `cached`: number of prompt tokens by the tier
-    of their hit; None: not known yet."""
+    """The numbers of tokens of one HTTP request, summed over its prompts. `cached`: number of prompt tokens found in
+    each tier; None if not known yet."""
 
     prompt: int
     completion: int
@@ -179,7 +181,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class Reply:
-    """Formats the answer to one request: a completion or a chat, complete or as events of a stream."""
+    """Formats the answer to one request, which is a completion or a chat. The answer is one JSON object or a stream of
+    events."""
 
     def __init__(self, body: GenerationBody, reply_id: str, model: str, texts: TokenTexts) -> None:
         self.reply_id = reply_id
@@ -206,7 +209,7 @@ class Reply:
         return {**self._head, "object": name, "choices": choices, "usage": usage.as_json()}
 
     def event(self, delta: Delta) -> bytes:
-        """Return the events of a piece. The first event of a chat's choice contains its role."""
+        """Return the events of a piece. For a chat, the first event of each choice contains the role."""
         if not self._is_chat:
             return self._event({"text": delta.text}, delta)
         event = self._event({"delta": {"content": delta.text}}, delta)
@@ -216,7 +219,8 @@ class Reply:
         return self._event({"delta": {"role": "assistant", "content": ""}}, Delta(delta.index, "", delta.usage)) + event
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the last event of a stream, with the usage; empty unless the client requested it."""
+        """Return the last event of a stream, which contains the usage. Returns b"" if the client did not request the
+        usage."""
         return self._data([], usage.as_json()) if self._with_usage else b""
 
     def _complete_text(self, text: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-_MAX_SCHEMA = 1 << 16  # maximum characters, because a schema is parsed on the event loop
+_MAX_SCHEMA = 1 << 16  # maximum characters, because the event loop parses the schema
 
 
 class _Strict(BaseModel):

@@ -1,4 +1,4 @@
-"""Determines the engine settings of a server: from the flags, and otherwise computed for the model and the machine."""
+"""Determines the engine settings of a server. Settings without a flag are computed for the model and the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.layout import ModelGeometry
 
 if TYPE_CHECKING:
-    # imported only for type checking, because the planner needs no transformers
+    # not imported at run time, because the planner uses this module without transformers
     from hicache.serving.models import LoadedModel
 
 CUDA_SHARE = 0.8  # share of the GPU memory that the weights leave free; activations use the rest
@@ -29,8 +29,8 @@ MAX_CONTEXT = 131072  # default limit of --max-context-len
 
 
 def first_config(flags: argparse.Namespace) -> EngineConfig:
-    """Return the settings, with placeholders for sizes that depend on the model, so that wrong settings raise before
-    the model is loaded."""
+    """Return the settings with placeholders for sizes that depend on the model. The server calls this function before
+    it loads the model, so that wrong settings raise early."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = EngineConfig.from_flags(flags, device_tokens=1 << 20, device=device, model_id="not loaded yet")
     with naming_flags(EngineConfig.sources_of(flags)):
@@ -39,8 +39,8 @@ def first_config(flags: argparse.Namespace) -> EngineConfig:
 
 
 def model_dtype(config: EngineConfig) -> torch.dtype | Literal["auto"]:
-    """Return the dtype of the weights: that of the flags; or the checkpoint's, if the flags give none or one of 8 bits,
-    which applies only to the pool."""
+    """Return the dtype of the weights, which is the dtype of the flags. If the flags give no dtype, or an 8-bit dtype,
+    which applies only to the pool, returns "auto" for the dtype of the checkpoint."""
     if config.dtype == "auto" or config.torch_dtype.itemsize == 1:
         return "auto"
     return config.torch_dtype
@@ -79,8 +79,8 @@ def max_len(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: int) -> int:
-    """Return the number of tokens that fit in the device's memory. `config` has placeholders for sizes that depend on
-    this number. Raises OutOfMemory if the memory is too small for one page."""
+    """Return the number of tokens that fit in the device's memory. In `config`, sizes that depend on this number are
+    placeholders. Raises OutOfMemory if the memory is too small for one page."""
     if config.device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(torch.device(config.device))
         num_tokens = largest_device_tokens(config, geometry, int(free * CUDA_SHARE))
@@ -101,7 +101,7 @@ def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: i
 
 def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: int, most: int = MAX_TOKENS) -> int:
     """Return the number of slots of the largest device tier, in complete cache pages, whose pools take at most `budget`
-    bytes; 0 if the pools of one page take more. `config`: the other settings of the pools; its device_tokens are
+    bytes; 0 if the pools of one page take more. `config`: the settings of the pools, of which `device_tokens` is
     ignored."""
     page, rows = config.cache_page_size, row_bytes(model, config.torch_dtype)
 

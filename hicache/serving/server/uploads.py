@@ -1,4 +1,5 @@
-"""Receives the bodies of requests, and limits the bytes of each and of all together, and the time."""
+"""Receives the bodies of requests. Limits the bytes of each body, the bytes of all bodies together, and the time to
+receive a body."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from starlette.requests import ClientDisconnect
 
 from hicache.serving.server.replies import client_disconnected, too_large, too_many_bodies, too_slow
 
-SMALL_BYTES = 64 << 10  # bodies up to this size are only limited by the number of connections
+SMALL_BYTES = 64 << 10  # bodies up to this size are accepted even if all bodies together have reached their limit
 _NUM_LARGEST = 8  # maximum number of bodies of maximum size in memory
 _BODY_S = 60.0
 
 
 class Uploads:
-    """Counts the bytes of bodies until they are parsed. Called on the event loop. `max_body_bytes`: maximum bytes of
-    each body."""
+    """Receives bodies, and counts their bytes until they are parsed. Only the event loop uses it. `max_body_bytes`:
+    maximum bytes of each body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = max_body_bytes
@@ -26,7 +27,8 @@ class Uploads:
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, timeout_s: float) -> AsyncIterator[bytearray]:
-        """Receive the body of a request; its bytes are counted inside the `with`. Raises `ApiError`."""
+        """Receive the body of a request. The bytes of the body count until the end of the `with` block. Raises
+        `ApiError`."""
         body, timeout_s = bytearray(), min(timeout_s, _BODY_S)
         try:
             try:

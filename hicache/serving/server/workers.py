@@ -1,8 +1,8 @@
-"""Converts bodies to prompts outside the event loop: small bodies on a thread, others in a pool of processes.
+"""Converts bodies to prompts outside of the event loop: small bodies on a thread, large bodies in a pool of processes.
 
-Parsing and tokenizing a large body takes seconds, mostly under the interpreter's lock. A process of the pool is never
-forked from the server, which has threads and a CUDA context. A fork server starts it, and the first large body starts
-the fork server.
+Parsing and tokenizing a large body takes seconds, mostly under the interpreter's lock. The server has threads and a
+CUDA context, so it must not fork. A fork server starts the processes of the pool, and the first large body starts this
+fork server.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from hicache.storage.memory import usable_cpus
 _NUM_THREADS = 2
 _MAX_CPU_S = 60.0  # limit for one body; tokenizing the largest body takes 10 s on a slow core
 _NICE = 5  # lower priority, so that running streams are not delayed
-# Packages with slow imports, which the fork server imports first. hicache is not among them: the fork server looks for
-# modules in the working directory first, which may have another folder `hicache`. A process that the fork server starts
-# has the server's own path.
+# Packages with slow imports, which the fork server imports when it starts. hicache is not in this list, because the
+# fork server searches the working directory first, which may contain another folder `hicache`. The processes of the
+# pool search the same path as the server.
 _PRELOADED = ["fastapi", "jinja2", "pydantic", "tokenizers", "torch", "transformers", "triton"]
 
 log = logging.getLogger(__name__)
 
 
 class PromptWorkers:
-    """Runs the pool of processes; the event loop calls its methods. `load` loads the tokenizer in each process; it is
-    pickled.
+    """Runs the pool of processes. The event loop calls its methods. `load`: a function that loads the tokenizer in each
+    process; it must support pickle.
 
-    If a process ends while it works, all large bodies in the pool fail, and the next large body creates a new pool. The
-    system kills a process that spends `max_cpu_s` seconds on one body. All processes end with this object or with the
-    server.
+    If a process ends during its work, all bodies in the pool fail, and the next large body creates a new pool. The
+    system kills a process that uses `max_cpu_s` seconds of CPU time for one body. All processes end when `close` is
+    called or when the server ends.
     """
 
     def __init__(self, encoder: PromptEncoder, load: Callable[[], Tokenizer], *, max_cpu_s: float = _MAX_CPU_S) -> None:
@@ -54,12 +54,12 @@ class PromptWorkers:
         self._max_cpu_s = max_cpu_s
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "hicache-prompts")
         self._server_ended, self._lifeline = multiprocessing.Pipe(duplex=False)
-        self._pool: ProcessPoolExecutor | None = None  # created late, because its semaphores start another process
+        self._pool: ProcessPoolExecutor | None = None  # created late: its semaphores start another process
         self._pool_lock = threading.Lock()
 
     async def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
-        """Return the prompts of a body, as `PromptEncoder.prepare` does. If the task is cancelled, a body that no
-        worker has begun is dropped."""
+        """Return the prompts of a body, as `PromptEncoder.prepare` does. If the task is cancelled before a worker has
+        begun, the body is dropped."""
         loop = asyncio.get_running_loop()
         if len(raw) <= SMALL_BYTES:
             return await loop.run_in_executor(self._threads, self._encoder.prepare, kind, raw)
@@ -109,20 +109,20 @@ class _Worker:
     def start(
         cls, load: Callable[[], Tokenizer], limits: PromptLimits, max_cpu_s: float, server_ended: Connection
     ) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the server gets these signals too, and ends this process
+        for number in (signal.SIGINT, signal.SIGTERM):  # the server also gets these signals, and ends this process
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with_server, args=(server_ended,), daemon=True).start()
         with contextlib.suppress(OSError):  # a container may forbid this call, and the next one
             os.nice(_NICE)
         with contextlib.suppress(OSError):
-            # makes the kernel kill this process before the server if memory runs out
+            # If memory runs out, the kernel kills this process before the server.
             Path("/proc/self/oom_score_adj").write_text("500")
         cls.encoder = PromptEncoder(load(), limits)
         cls.max_cpu_s = max_cpu_s
 
     @classmethod
     def prepare(cls, kind: str, raw: bytes | bytearray) -> Prepared:
-        # the signal of this timer ends the process unless the timer is cleared
+        # The signal of this timer ends the process, unless the timer is cleared below.
         signal.setitimer(signal.ITIMER_PROF, cls.max_cpu_s)
         try:
             return cls.encoder.prepare(kind, raw)
@@ -132,7 +132,7 @@ class _Worker:
             raise _Defect(described(error)) from error
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            # returns memory to the system: the largest body leaves 400 MB in glibc's heap
+            # Return memory to the system, because the largest body leaves 400 MB in glibc's heap.
             ctypes.CDLL(None).malloc_trim(0)
 
 

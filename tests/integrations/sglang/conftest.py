@@ -1,4 +1,4 @@
-"""Without SGLang the tests of this folder are not collected."""
+"""The tests of this folder are only collected if SGLang is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# This folder itself is found as a package of that name, without the module asked for.
+# Python may find this folder as a package named sglang; unlike the real package it has no origin.
 if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("sglang").origin is None:
     collect_ignore_glob = ["test_*.py"]
 else:
@@ -18,7 +18,7 @@ else:
 
 @pytest.fixture(autouse=True)
 def nothing_raised(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """SGLang's threads log what a backend raises, and go on: no test passes over it."""
+    """Fail a test if SGLang's threads have logged an exception: they log what a backend raises, and continue."""
     yield
     records = caplog.get_records("call")
     assert [record.getMessage() for record in records if record.name.startswith("sglang") and record.exc_info] == []

@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU, with a tiny model, over our disk."""
+"""A real SGLang on the CPU, with a tiny model, over hicache's disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGUMENTS = argparse.Namespace(model="", device=torch.device("cpu"), small=True,
 
 
 def served(folder: Path, mode: str) -> tuple[list[int], list[list[int]]]:
-    """Cached tokens and answers of a process that is asked for each prompt twice."""
+    """Cached tokens and answers of a process that gets each prompt twice."""
     setting = Setting("sglang", mode, "", "", clients=1, cpu_gib=1 / 64, gpu_tokens=4096, files="", variant="")
     given = sglang.task(setting, ARGUMENTS, 1764, folder, {}) | {"prompts": PROMPTS}
     if mode != "none":
@@ -47,8 +47,9 @@ def served(folder: Path, mode: str) -> tuple[list[int], list[list[int]]]:
 
 
 def test_after_a_restart_all_that_was_stored_comes_from_the_disk(tmp_path: Path) -> None:
-    """Three processes: without HiCache, with our disk, and with it again. Prompts that are asked twice in each have the
-    same tokens, computed, on the device, or loaded; of the third all whole pages are cached from the first on."""
+    """Three processes run: without HiCache, with hicache's disk, and with the same disk again. Each gets the prompts
+    twice, and all answers are equal, whether tokens were computed, on the device, or loaded. In the third process all
+    complete pages are cached from the first request on."""
     cached, answers = served(tmp_path, "none")
     assert cached == [0, 1024] * 3 and len({*map(tuple, answers)}) > 1
     for expected in (0, 1024):

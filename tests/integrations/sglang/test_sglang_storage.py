@@ -1,7 +1,10 @@
-"""SGLang's own controller and storage threads over our backend: bytes come back, and faults are misses."""
+"""SGLang's own controller and storage threads over hicache's backend. All stored bytes are restored, and faults cause
+misses."""
 
 from __future__ import annotations
 
+import json
+import re
 import resource
 import signal
 from dataclasses import replace
@@ -13,11 +16,17 @@ import prometheus_client
 import pytest
 import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.observability import metrics_collector
+from sglang.srt.server_args import ServerArgs
 
 import sglang_on_cpu
+from alert_case import metrics_of_plug_ins
 from disk_case import Gate
+from hicache.cli import main
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import host_pages
+from hicache.monitoring.client import MetricsClient
+from hicache.monitoring.server_figures import SGLANG
 from hicache.storage import describe
 from hicache.storage.process.health import LIMITS
 from sglang_case import Case, Server, clock, device_pool, host_pool, tokens, troubled
@@ -25,7 +34,8 @@ from store_server import served
 from waiting import eventually
 
 NUM_PAGES = 20
-# Layout, whether pages are copied by address, and whether attention is latent: every pair of values.
+DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "sglang.json"
+# Layout, whether pages are copied by address, and whether attention is latent. The rows cover every pair of values.
 SHAPES = [
     ("layer_first", False, False),
     ("layer_first", True, True),
@@ -41,7 +51,8 @@ SHAPES = [
     ("layout", "v1", "mla"), [*SHAPES, pytest.param("page_first", True, True, marks=pytest.mark.store_process)]
 )
 def test_pages_come_back_after_a_restart(tmp_path: Path, layout: str, v1: bool, mla: bool) -> None:
-    """Byte by byte, up to the first page that was not stored; more pages than one batch of SGLang's has."""
+    """After a restart all pages up to the first missing one are restored byte by byte, in more pages than one batch of
+    SGLang has."""
     case = Case(tmp_path, layout, v1, mla, page_size=1 if layout == "layer_first" else 8)
     num_pages = 140 if case.page_size == 1 else NUM_PAGES
     with Server(case) as first:
@@ -58,7 +69,7 @@ def test_pages_come_back_after_a_restart(tmp_path: Path, layout: str, v1: bool, 
 
 @pytest.mark.parametrize(("layout", "pieces", "mla"), SHAPES)
 def test_a_page_is_one_run_of_bytes(tmp_path: Path, layout: str, pieces: bool, mla: bool) -> None:
-    """All of SGLang's bytes of a page and no others, in either order."""
+    """A page has all bytes that SGLang has for it and no others, whether or not it is copied by address."""
     case = Case(tmp_path, layout, mla=mla)
     pool = host_pool(case, device_pool(case))
     pages = host_pages("kv", pool, pieces=pieces)
@@ -92,8 +103,9 @@ def test_a_page_is_one_run_of_bytes(tmp_path: Path, layout: str, pieces: bool, m
     ids="-".join,
 )
 def test_servers_that_mean_other_bytes_share_a_path_and_no_page(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """SGLang's keys name tokens alone, and theirs are equal."""
-    is_fp8 = changed.get("dtype") == torch.float8_e5m2  # both kinds lie in host pools of plain bytes
+    """SGLang's keys only depend on tokens. Servers whose bytes differ may share a path; their pages have equal keys,
+    but no server reads a page of another."""
+    is_fp8 = changed.get("dtype") == torch.float8_e5m2  # host pools store both fp8 dtypes as plain bytes
     first = Case(tmp_path, dtype=torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
     second = replace(first, **changed)
     with Server(first) as server:
@@ -109,8 +121,8 @@ def test_servers_that_mean_other_bytes_share_a_path_and_no_page(tmp_path: Path, 
 
 @pytest.mark.smoke
 def test_ranks_share_what_they_hold_alike(tmp_path: Path) -> None:
-    """Latent attention: rank 0 stores, and rank 1, which may start first, reads it and stores nothing. That takes a
-    process which serves both; without one rank 1 does not start, and says why."""
+    """With latent attention rank 0 stores pages, and rank 1, which may start first, reads them and stores nothing. The
+    two ranks need one store process. Without a store process rank 1 does not start, and the error says why."""
     with served(tmp_path / "pages", tmp_path / "socket") as socket:
         case = Case(socket, mla=True, tp_size=2)
         with Server(replace(case, tp_rank=1)) as reader:
@@ -130,7 +142,8 @@ def test_ranks_share_what_they_hold_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize("v1", [False, True])
 @pytest.mark.parametrize("first_lost", [0, 3, NUM_PAGES - 1])
 def test_pages_that_leave_between_look_up_and_load_are_computed(tmp_path: Path, first_lost: int, v1: bool) -> None:
-    """The pages before them come, and SGLang computes the rest: its threads live, and it stores and loads again."""
+    """Pages are evicted between look-up and load. The pages before the evicted ones are loaded, and SGLang computes the
+    other pages. SGLang's threads continue, and SGLang stores and loads again."""
     case = Case(tmp_path, v1=v1)
     prompt = tokens(NUM_PAGES, case)
     with Server(case) as server:
@@ -146,7 +159,8 @@ def test_pages_that_leave_between_look_up_and_load_are_computed(tmp_path: Path, 
 
 @pytest.mark.smoke
 def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
-    """Pages that do not fit are not counted as stored; SGLang serves on, and stores again when there is room."""
+    """Pages that do not fit on the disk are not counted as stored. SGLang continues to serve, and stores again when
+    there is free space."""
     case = Case(tmp_path, extra={"level": 0, "budget": "16MB"})
     with troubled():
         server = Server(case)
@@ -171,8 +185,8 @@ def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
 def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
-    """Pages are misses if the medium does not answer, and SGLang goes on. A late answer writes no byte to memory that
-    SGLang has freed, and stores none from it."""
+    """If the medium does not answer, its pages are misses, and SGLang continues. A late answer writes no byte to memory
+    that SGLang has freed, and stores no byte from it."""
     case = Case(tmp_path, extra={"readers": 2})
     with troubled() as stores:
         server = Server(case)
@@ -196,7 +210,7 @@ def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
         memory.random_()
         before = memory.clone()
         gate.open()
-        eventually(server.backend.close)  # its threads have ended
+        eventually(server.backend.close)  # the threads of the backend have ended
         assert torch.equal(memory, before)
     with Server(case) as server:
         assert server.prefetch(tokens(NUM_PAGES, case)) == stored
@@ -205,7 +219,8 @@ def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
 
 @pytest.mark.smoke
 def test_a_slow_disk_is_not_waited_for(tmp_path: Path) -> None:
-    """While computing is faster SGLang is told that nothing is stored; the disk is asked again from time to time."""
+    """While computing is faster than the disk, the backend tells SGLang that nothing is stored. The backend tries the
+    disk again from time to time."""
     case = Case(tmp_path, extra={"prefill_tokens_per_s": 1000.0, "readers": 1})
     with troubled() as stores:
         server = Server(case)
@@ -228,10 +243,11 @@ def test_a_slow_disk_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 def test_copies_to_the_host_show_the_speed_of_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own, as it submits them: the gate knows the speed from the second prompt on, although the disk has
-    stored nothing yet. The bytes are copied as before, and a pool that is given back has its own method."""
+    """SGLang submits copies to the host, and their times show the speed of prefill. The gate knows it from the second
+    prompt on, although the disk has stored nothing. The bytes are copied as before. After the server has closed, the
+    pool has its own method again."""
     monkeypatch.setattr(MHATokenToKVPoolHost, "backup_from_device_all_layer", sglang_on_cpu.backup)
-    case = Case(tmp_path)
+    case = Case(tmp_path, extra={"prefill_tokens_per_s": "auto"})
     with troubled():
         server = Server(case)
     num_pages, slots = 1024 // case.page_size, torch.arange(1024) % 128
@@ -250,7 +266,7 @@ def test_copies_to_the_host_show_the_speed_of_prefill(tmp_path: Path, monkeypatc
 
 @pytest.mark.smoke
 def test_pages_of_other_sizes_are_refused(tmp_path: Path) -> None:
-    """Nothing is read into them, nor stored from them."""
+    """Pages of another size raise an error: nothing is read into them, and nothing is stored from them."""
     with Server(Case(tmp_path)) as server:
         backend, slots = server.backend, torch.arange(server.case.page_size)
         for call in (
@@ -266,7 +282,8 @@ def test_pages_of_other_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_generic_calls_clear_and_statistics(tmp_path: Path) -> None:
-    """Targets are filled and returned, holes are None, batches are all or nothing, and `clear` empties the store."""
+    """Generic calls: targets are filled and returned, missing pages are None, and a batch is stored completely or not
+    at all. `clear` empties the store."""
     with Server(Case(tmp_path, v1=False)) as server:
         backend, host = server.backend, server.host
         pages = [torch.randn(host.get_dummy_flat_data_page().shape).to(host.dtype) for _ in range(3)]
@@ -285,7 +302,8 @@ def test_generic_calls_clear_and_statistics(tmp_path: Path) -> None:
 
 
 def test_the_endpoint_of_the_server_shows_what_the_disk_does(tmp_path: Path) -> None:
-    """Entries, bytes, budget, hits and the gate's decisions, by rank, once SGLang has asked for its own metrics."""
+    """SGLang's endpoint shows entries, bytes, budget, hits and the gate's decisions for each rank, after SGLang has
+    read its own metrics."""
     case = Case(tmp_path, tp_size=2, tp_rank=1)
     ranks = {"tp_rank": "1", "pp_rank": "0", "attn_cp_rank": "0", "dp_rank": "0"}
 
@@ -312,6 +330,68 @@ def test_the_endpoint_of_the_server_shows_what_the_disk_does(tmp_path: Path) -> 
         assert value("disk_budget_bytes") == 64_000_000 and 0 < value("tier_used_ratio", tier="disk") < 1
 
 
+@pytest.mark.smoke
+def test_top_and_the_alerts_read_what_the_endpoint_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hicache top` shows the tiers, transfers and decisions of SGLang's endpoint. Its two ranks share one budget. The
+    endpoint has every metric that `top`, an alert or a panel of the dashboard reads."""
+    for rank in range(2):
+        with troubled():
+            server = Server(Case(tmp_path, tp_size=2, tp_rank=rank))
+        with server:
+            server.backup(tokens(NUM_PAGES, server.case))
+            assert server.prefetch(tokens(NUM_PAGES, server.case))
+            clock.now_s += 2
+            server.backend.get_stats()
+    record_requests()
+    http, thread = prometheus_client.start_http_server(0, "127.0.0.1")
+    try:
+        client = MetricsClient(f"127.0.0.1:{http.server_port}")
+        reading = client.read()
+        assert main(["top", "--once", client.server]) == 0
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+    assert reading.about == {"model": "a model"}
+    assert [reading.hit_rate(tier) for tier in reading.tiers] == [0.3, 0.2, 0.1]
+    assert reading.get("tokens.reused") == 600 and reading.get("tokens.computed") == 400
+    assert reading.get("used.disk") > 0 and reading.get("total.disk") == 64_000_000
+    assert reading.get("gate.loaded unmeasured") >= 2 and reading.get("moved_bytes.disk writes") > 0
+    shown = capsys.readouterr().out
+    assert "running 1   waiting 2" in shown and "2.0 GB/s" in shown and "up " not in shown
+    exported = {sample.name for family in prometheus_client.REGISTRY.collect() for sample in family.samples}
+    read = metrics_of_plug_ins("sglang")
+    assert "hicache_disk_process_state" in read and read <= exported
+    assert {series.name for series in SGLANG.values()} <= exported
+    expressions = [
+        target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]
+    ]
+    of_panels = [re.findall(r"\b(?:sglang:|hicache_)\w+", text) for text in expressions]
+    assert all(of_panels) and {name for names in of_panels for name in names} <= exported
+
+
+def record_requests() -> None:
+    """Record a request, its copies and the host pool with SGLang's own collectors."""
+    labels = {"model_name": "a model", "engine_type": "unified"}
+    of_rank = {**labels, "tp_rank": 0, "moe_ep_rank": 0}
+    scheduler = metrics_collector.SchedulerMetricsCollector(
+        of_rank, ServerArgs(model_path="dummy"), enable_hierarchical_cache=True
+    )
+    gauges = {scheduler.num_running_reqs: 1, scheduler.num_queue_reqs: 2}
+    gauges |= {scheduler.hicache_host_used_tokens: 500, scheduler.hicache_host_total_tokens: 2000}
+    for gauge, value in gauges.items():
+        gauge.labels(**of_rank).set(value)
+    copies = metrics_collector.RadixCacheMetricsCollector(of_rank)
+    copies.increment_load_back_num_bytes(3_000_000_000)
+    copies.observe_load_back_duration(1.5)
+    copies.increment_backup_num_bytes(1_000_000)
+    copies.observe_backup_duration(1.0)
+    requests = metrics_collector.TokenizerMetricsCollector(labels=labels)
+    cached = {"device": 300, "host": 200, "storage": 100}
+    requests.observe_one_finished_request(labels, 1000, 8, 600, 1.0, False, cached_tokens_details=cached)
+    requests.observe_time_to_first_token(labels, 0.3, stream=True)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -321,6 +401,6 @@ def test_the_endpoint_of_the_server_shows_what_the_disk_does(tmp_path: Path) -> 
     ],
 )
 def test_a_wrong_setting_stops_the_server_at_its_start(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
-    """With a message that names it."""
+    """A wrong setting stops the server at its start; the error names the setting."""
     with pytest.raises((ConfigError, ValueError), match=named):
         Server(replace(Case(tmp_path, page_size=64, dtype=torch.float32), **changed))

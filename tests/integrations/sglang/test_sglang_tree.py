@@ -1,5 +1,5 @@
-"""SGLang's whole cache over our backend: its tree, hybrid controller and host pools, built by the fixtures that
-its wheel ships. Sidecar pools (sliding windows, Mamba states) go through the v2 calls."""
+"""SGLang's complete cache over hicache's backend: its tree, hybrid controller and host pools. The fixtures in SGLang's
+wheel build them. Sidecar pools (sliding windows, Mamba states) use the v2 calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _copy_states_down(src_layers: Any, src_ptrs: Any, dst: Any, src_indices: Any
 
 @pytest.fixture(autouse=True)
 def copies_on_the_cpu() -> Iterator[None]:
-    """SGLang's copy kernels run on GPUs alone; torch copies the same bytes. One rank, no pinned memory."""
+    """Replace SGLang's copy kernels, which only run on GPUs: torch copies the same bytes. There is one rank and no
+    pinned memory."""
     ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
     with (
         mock.patch.object(torch, "zeros", sglang_on_cpu.unpinned_zeros),
@@ -64,7 +65,7 @@ def copies_on_the_cpu() -> Iterator[None]:
 
 
 class Caches(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
-    """Builds caches of one configuration over our backend."""
+    """A builder of caches with one configuration over hicache's backend."""
 
     __test__ = False
 
@@ -73,7 +74,7 @@ class Caches(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         self.cfg, self.path, self.layout = cfg, path, layout
 
     def run(self, result: Any = None) -> None:
-        """Required by the base class."""
+        """Do nothing. The base class requires this method."""
 
     def build(self) -> tuple[Any, Any, Any]:
         cache, allocator, requests = fixtures.build_fixture(self.cfg)
@@ -84,6 +85,7 @@ class Caches(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
             "interface_v1": 1,
             "path": str(self.path),
             "budget": "256MB",
+            "prefill_tokens_per_s": 0,  # loads wait for the disk, however busy the machine is
             "prefetch_threshold": 1,
         }
         server_args = ServerArgs(
@@ -107,7 +109,7 @@ class Caches(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         return cache, allocator, requests
 
     def tokens(self) -> list[int]:
-        """Longer than a window."""
+        """Random tokens, more than a window."""
         window = -(-(self.cfg.sliding_window_size or 1) // self.cfg.page_size)
         return self._make_seq(1, window + 3)
 
@@ -141,8 +143,9 @@ CASES = [cfg for cfg in CONFIGS if supports_hicache(cfg)]
 
 @pytest.mark.parametrize("cfg", CASES, ids=lambda cfg: cfg.label)
 def test_what_one_cache_backs_up_another_brings_back(tmp_path: Path, cfg: CacheConfig) -> None:
-    """Every component that the model has, byte by byte; loading it back to the device gives the keys and values."""
-    # SGLang keeps states page first alone.
+    """A second cache restores every component of the model that the first has backed up, byte by byte. Loading the
+    restored pages to the device gives the same keys and values."""
+    # SGLang only supports states with the layout page_first.
     layout = "page_first" if cfg.has_mamba or CASES.index(cfg) % 2 else "layer_first"
     caches = Caches(cfg, tmp_path, layout)
     first, allocator, requests = caches.build()
@@ -175,7 +178,8 @@ def test_what_one_cache_backs_up_another_brings_back(tmp_path: Path, cfg: CacheC
 
 @pytest.mark.smoke
 def test_prefixes_are_legal_where_every_pool_has_its_pages(tmp_path: Path) -> None:
-    """A window ends only where its pages are stored; a pool that every page needs ends the prefix at its first hole."""
+    """A prefix may only end where every pool has the pages that it needs. A window needs only its last pages; a pool
+    that every page needs ends the prefix at its first missing page."""
     cfg = next(cfg for cfg in CONFIGS if cfg.has_swa and cfg.page_size == 4)
     cache, _, _ = Caches(cfg, tmp_path, "page_first").build()
     backend = cache.cache_controller.storage_backend

@@ -15,7 +15,7 @@ from hicache.integrations import server_store
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which a disk is measured, given up and tried again."""
+    """The clock of the disk's measurements, timeouts and retries."""
     clock = Clock()
     monkeypatch.setattr(server_store, "open_tier", functools.partial(server_store.open_tier, clock=clock))
     return clock
@@ -23,10 +23,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Starts servers (`vllm_prompts_case`), and ends them."""
+    """Start servers (`vllm_prompts_case`), and close them at the end."""
     from vllm_prompts_case import Server
 
-    monkeypatch.chdir(tmp_path)  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
+    monkeypatch.chdir(tmp_path)  # vLLM starts programs with `-m`, which would find kernels/ of a checkout
     started: list[Server] = []
 
     def start(connector: str, **extra: Any) -> Server:

@@ -1,4 +1,4 @@
-"""Prompts of equal tokens with other adapters, images or salts share no chunk, by vLLM's own hashes."""
+"""Prompts with equal tokens but different adapters, images or salts share no chunk, by vLLM's own hashes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ IMAGES: list[dict[str, Any]] = [
 
 @pytest.mark.smoke
 def test_the_names_of_their_chunks_differ_in_cpu_memory_and_on_disk(tmp_path: Path) -> None:
-    """All chunks from the first one on, which has the image. Equal requests have equal names."""
+    """The names of all chunks from the one with the image on differ. Equal requests have equal names."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
@@ -67,7 +67,8 @@ def test_the_names_of_their_chunks_differ_in_cpu_memory_and_on_disk(tmp_path: Pa
 def test_a_prompt_finds_the_chunks_of_its_own_adapter_alone(
     servers: Any, connector: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The same tokens with each adapter and salt are computed once. After a reset each finds its own on the disk."""
+    """The same tokens with each adapter and salt are computed once. After a reset each prompt finds its own chunks on
+    the disk."""
     disk = {"path": str(tmp_path_factory.mktemp("disk")), "prefill_tokens_per_s": 0}
     server = servers(connector, disk=disk)
     assert [server.ask(PROMPT, given) for given in ADAPTERS] == [0] * len(ADAPTERS)

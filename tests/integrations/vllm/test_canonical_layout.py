@@ -1,4 +1,5 @@
-"""Pages between servers of other tensor-parallel sizes. Configurations, mappings, managers and CPU tiers are vLLM's."""
+"""Pages that servers with different tensor-parallel sizes exchange. Configurations, mappings, managers and CPU tiers
+are vLLM's."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from vllm_tier_case import CONFIG, ROW_BYTES, key, place, scheduler
 
 HEADS, TOKENS, WIDTH, LAYERS, BLOCKS = 2, 32, 32, ("a", "b"), 8
 CHUNKS = [key(number) for number in range(4)]
-Values = dict[str, torch.Tensor]  # of a layer: bfloat16 [block, head, token, keys and values of a head]
+Values = dict[str, torch.Tensor]  # by layer: bfloat16 [block, head, token, keys and values of a head]
 
 
 class RowCopies:
@@ -64,7 +65,7 @@ class RowCopies:
 
 
 class CopyingSpec(TieringOffloadingSpec):
-    """Demands of the mappings what vLLM's own demands, which refuses CPUs."""
+    """A spec for CPUs, which vLLM's own refuses. This spec makes the same checks of the mappings as vLLM's."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> RowCopies:
         self._validate_canonical_refs(kv_caches)
@@ -74,7 +75,7 @@ class CopyingSpec(TieringOffloadingSpec):
 
 
 def cache_of(layout: str, tp: int) -> KVCacheConfig:
-    """Of one of `tp` workers; `layout`: one of vLLM's, or MLA."""
+    """The cache of one of `tp` workers. `layout`: one of vLLM's, or MLA."""
     common = {"block_size": TOKENS, "dtype": torch.bfloat16}
     heads = FullAttentionSpec(num_kv_heads=HEADS // tp, head_size=WIDTH // 2, **common)
     spec = MLAAttentionSpec(num_kv_heads=1, head_size=HEADS * WIDTH, **common) if layout == "MLA" else heads
@@ -84,7 +85,7 @@ def cache_of(layout: str, tp: int) -> KVCacheConfig:
 
 
 def part_of(values: Values, layout: str, rank: int, tp: int) -> Values:
-    """The heads of one worker, as they lie in its memory."""
+    """The heads of one worker, in the order of its memory."""
     parts = values if layout == "MLA" else {name: layer.chunk(tp, 1)[rank] for name, layer in values.items()}
     if layout == "LBNHC":
         return {name: part.transpose(1, 2).contiguous().transpose(1, 2) for name, part in parts.items()}
@@ -93,7 +94,7 @@ def part_of(values: Values, layout: str, rank: int, tp: int) -> Values:
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, VllmConfig]:
-    """By tensor-parallel size."""
+    """By tensor-parallel size: a configuration of vLLM."""
     folder = tmp_path_factory.mktemp("model")
     of_model = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": HEADS, "num_hidden_layers": 2}
     LlamaConfig(**of_model, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
@@ -105,7 +106,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, VllmConfig]:
         "distributed_executor_backend": "mp",
     }
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    # vLLM starts programs by `-m`, which in a checkout would find our folder kernels, and changes the environment.
+    # vLLM starts programs with `-m`, which would find kernels/ of a checkout, and changes the environment.
     with contextlib.chdir(folder), mock.patch.dict(os.environ):
         return {
             tp: EngineArgs(**given, kv_transfer_config=transfer, tensor_parallel_size=tp).create_engine_config()
@@ -114,8 +115,8 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, VllmConfig]:
 
 
 def serve(config: VllmConfig, layout: str, path: Path, values: Values, is_store: bool) -> list[Values]:
-    """A server whose cache holds `values` stores its first blocks as `CHUNKS`, or loads these into its last blocks, if
-    it finds them. The caches of its workers in the end."""
+    """Run a server whose cache holds `values`. The server stores its first blocks as `CHUNKS`, or loads the chunks that
+    it finds into its last blocks. Returns the caches of its workers."""
     tp = config.parallel_config.tensor_parallel_size
     cache, caches = cache_of(layout, tp), [part_of(values, layout, rank, tp) for rank in range(tp)]
     settings = vars(build_offloading_config(config, cache)).items()
@@ -158,7 +159,7 @@ def test_canonical_rows_are_read_with_another_tensor_parallel_size(
     configs: dict[int, VllmConfig], tmp_path: Path, layout: str, of_writer: int, of_reader: int
 ) -> None:
     """Each worker gets its heads from the pages of all workers of the other server. Rows that are not canonical are
-    found with the same size alone."""
+    only found by servers of the same size."""
     shape = (BLOCKS, 1, TOKENS, HEADS * WIDTH) if layout == "MLA" else (BLOCKS, HEADS, TOKENS, WIDTH)
     values = {name: torch.randn(shape).bfloat16() for name in LAYERS}
     nothing = {name: torch.zeros(shape).bfloat16() for name in LAYERS}
@@ -181,7 +182,8 @@ def test_canonical_rows_are_read_with_another_tensor_parallel_size(
 @pytest.mark.parametrize("is_canonical", [False, True])
 @pytest.mark.parametrize("is_certified", [False, True])
 def test_the_size_is_left_out_of_an_identity_where_both_hold(is_canonical: bool, is_certified: bool) -> None:
-    """vLLM also writes canonical rows whose parts are those of one size, where it does not know a layer's layout."""
+    """The size is not in the identity only if the rows are canonical and vLLM knows the layout of each layer. Otherwise
+    vLLM writes canonical rows whose parts depend on the size."""
 
     def identity(tp: int) -> dict[str, str | int]:
         parallel = replace(CONFIG.parallel, world_size=tp, tp_size=tp, is_parallelism_agnostic=is_certified)
@@ -193,7 +195,8 @@ def test_the_size_is_left_out_of_an_identity_where_both_hold(is_canonical: bool,
 
 @pytest.mark.smoke
 def test_an_identity_has_every_byte_of_the_weights(tmp_path: Path) -> None:
-    """Of a model in a folder: where one byte changes, the pages are those of another model."""
+    """The identity includes every byte of the weights of a model folder: if one byte changes, the pages are those of
+    another model."""
 
     def identity() -> dict[str, str | int]:
         model = replace(CONFIG.model, name=str(tmp_path))

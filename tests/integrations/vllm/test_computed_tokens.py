@@ -1,4 +1,4 @@
-"""vLLM's scheduler under our tiers: a block that was not computed is neither hit nor stored."""
+"""vLLM's scheduler with our tiers: a block that was not computed is neither hit nor stored."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from hicache.integrations.vllm.computed_tokens import NUM_OFFLOADABLE_TOKENS, PREEMPT_REQUEST
+from vllm_prompts_case import CONNECTORS
 from vllm_scheduler_case import BLOCK_TOKENS, CHUNK_BYTES, VOCABULARY, Engine, answer_to
 from vllm_tier_case import scheduler
 
@@ -23,10 +24,10 @@ CPU_BYTES = 256 * CHUNK_BYTES
 
 @pytest.fixture(autouse=True)
 def own_methods(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM has its own methods when a test begins."""
+    """Restore vLLM's own methods before a test."""
     monkeypatch.setattr(Scheduler, "_preempt_request", PREEMPT_REQUEST)
     monkeypatch.setattr(OffloadingConnectorScheduler, "_calc_num_offloadable_tokens", NUM_OFFLOADABLE_TOKENS)
-    monkeypatch.chdir(tmp_path)  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
+    monkeypatch.chdir(tmp_path)  # vLLM starts programs with `-m`, which would find kernels/ of a checkout
 
 
 def tokens(num: int, seed: int) -> list[int]:
@@ -34,7 +35,7 @@ def tokens(num: int, seed: int) -> list[int]:
 
 
 def ask_again(engine: Engine, prompt: Sequence[int]) -> list[int]:
-    """The answer to the prompt after the device's cache was emptied."""
+    """The answer to the prompt after the GPU's cache was emptied."""
     engine.finish()
     assert engine.scheduler.reset_prefix_cache()
     engine.ask("again", prompt, 8)
@@ -44,8 +45,9 @@ def ask_again(engine: Engine, prompt: Sequence[int]) -> list[int]:
 
 @pytest.mark.smoke
 def test_a_request_preempted_in_the_step_that_schedules_it(tmp_path: Path) -> None:
-    """With priorities. Its answer, and that to the same prompt from the CPU tier, are those without a cache; 512 tokens
-    of it were computed before, and two blocks of the step already had hashes."""
+    """With priorities, a request is preempted in the step that schedules it. 512 of its tokens were computed before,
+    and two blocks of the step already had hashes. The answer of the request, and the one to the same prompt from the
+    CPU tier, are those without a cache."""
     extra = {**SPEC, "cpu_bytes_to_use": CPU_BYTES}
     engine = Engine(
         tmp_path, extra, is_async=False, num_blocks=23, scheduling_policy="priority", long_prefill_token_threshold=64
@@ -67,8 +69,8 @@ def test_a_request_preempted_in_the_step_that_schedules_it(tmp_path: Path) -> No
 
 @pytest.mark.smoke
 def test_a_request_that_its_last_step_finishes_after_its_preemption(tmp_path: Path) -> None:
-    """With asynchronous scheduling. Its block belongs to another request when vLLM would store it: the other request's
-    tokens are not stored under its key."""
+    """With asynchronous scheduling a request is preempted, and its last step then finishes it. The block of that step
+    belongs to another request when vLLM would store it: the other request's tokens are not stored under its key."""
     extra = {**SPEC, "cpu_bytes_to_use": CPU_BYTES, "offload_prompt_only": False}
     engine = Engine(tmp_path, extra, is_async=True, num_blocks=4)
     prompt = tokens(BLOCK_TOKENS - 1, seed=1)
@@ -83,7 +85,25 @@ def test_a_request_that_its_last_step_finishes_after_its_preemption(tmp_path: Pa
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_a_chunk_whose_first_blocks_are_outside_the_window(tmp_path: Path, connector: str) -> None:
+    """The second of three chunks has one block in the window of a request that hits all three on the GPU. A shorter
+    prompt needs all blocks of the second chunk, which were not stored. Its answer is that without a cache."""
+    extra = {"cpu_bytes_to_use": CPU_BYTES, "blocks_per_chunk": 3}
+    extra |= SPEC if connector == "OffloadingConnector" else {"store": "computed"}
+    engine = Engine(tmp_path, extra, is_async=False, num_blocks=64, connector=connector, window=100)
+    prompt, chunk = tokens(300, seed=1), 3 * BLOCK_TOKENS
+    engine.ask("not stored", prompt, 2, kv_transfer_params={"max_offload_tokens": 0})
+    engine.finish()
+    engine.ask("hit", [*prompt[: 3 * chunk], *tokens(40, seed=2)], 2)
+    assert ask_again(engine, prompt[: chunk + 5]) == answer_to(prompt[: chunk + 5], 8, window=100)
+    shorter = [*prompt[: 2 * chunk], *tokens(40, seed=3)]
+    assert ask_again(engine, shorter) == answer_to(shorter, 8, window=100)
+    engine.close()
+
+
+@pytest.mark.smoke
 def test_the_tier_corrects_the_scheduler_too(tmp_path: Path) -> None:
-    """Under vLLM's own specification, as ours does."""
+    """The secondary tier also corrects vLLM's scheduler if vLLM's own specification is used."""
     with scheduler(tmp_path):
         assert Scheduler._preempt_request is not PREEMPT_REQUEST

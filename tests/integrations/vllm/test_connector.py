@@ -30,10 +30,10 @@ ANSWER_TOKENS = 8
 
 @pytest.fixture(autouse=True)
 def own_methods(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM has its own methods when a test begins."""
+    """Restore vLLM's own methods before a test."""
     monkeypatch.setattr(Scheduler, "_preempt_request", PREEMPT_REQUEST)
     monkeypatch.setattr(OffloadingConnectorScheduler, "_calc_num_offloadable_tokens", NUM_OFFLOADABLE_TOKENS)
-    monkeypatch.chdir(tmp_path)  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
+    monkeypatch.chdir(tmp_path)  # vLLM starts programs with `-m`, which would find kernels/ of a checkout
 
 
 def tokens(num: int, seed: int) -> list[int]:
@@ -41,8 +41,8 @@ def tokens(num: int, seed: int) -> list[int]:
 
 
 def conversations(num: int = 12, num_turns: int = 6, growth: int = 96) -> Iterator[list[int]]:
-    """The prompts of conversations with a common beginning: each turn adds tokens, in a random order of conversations.
-    They have 161 distinct blocks."""
+    """The prompts of conversations with a common beginning. Each turn adds tokens, and the conversations take turns in
+    random order. The prompts have 161 distinct blocks."""
     rng = random.Random(3)
     texts, turns_left = (
         [rng.choices(range(3, VOCABULARY), k=2 * BLOCK_TOKENS) for _ in range(1)] * num,
@@ -74,6 +74,7 @@ class Run:
             **given,
         }
         self.engine = Engine(folder, extra, connector=connector, **settings)
+        self._of_answers = {"window": given["window"]} if "window" in given else {}
         self._names = itertools.count()
         self.prompts = dict[str, list[int]]()
 
@@ -88,11 +89,11 @@ class Run:
         self.engine.abort(name)
 
     def finish(self) -> float:
-        """The share of the prompts' tokens that were cached. All answers are right, and no job, request or fence is
-        left."""
+        """Run to the end. Checks that all answers are right, and that no job, request or fence is left. Returns the
+        share of the prompts' tokens that were cached."""
         self.engine.finish()
         for name, prompt in self.prompts.items():
-            assert self.engine.answers[name] == answer_to(prompt, ANSWER_TOKENS)
+            assert self.engine.answers[name] == answer_to(prompt, ANSWER_TOKENS, **self._of_answers)
         connector = self.engine.connector
         assert not connector._jobs
         assert not connector._req_status
@@ -143,8 +144,9 @@ def share(run: Run, at_once: int = 1) -> float:
     ids=["32", "64", "arc", "computed", "chunks of two blocks"],
 )
 def test_the_cpu_tier_has_what_the_gpu_lacks(runs: Any, num_chunks: int, given: dict[str, Any]) -> None:
-    """A larger share of the prompts is cached than with stores of computed chunks in the same memory, which is as large
-    as the GPU's cache or half of it. Only chunks below the watermark are in both."""
+    """With stores at eviction, a larger share of the prompts is cached than with stores of computed chunks in the
+    same memory, which is as large as the GPU's cache or half of it. The chunks on both sides are fewer than the
+    watermark."""
     chunk_blocks = given.get("chunk_blocks", 1)
     eager = runs("OffloadingConnector", num_chunks, chunk_blocks=chunk_blocks)
     ours = runs("HiCacheConnector", num_chunks, **given)
@@ -199,10 +201,10 @@ def test_requests_at_once_with_aborts_resets_and_preemptions(
 
 def test_a_chunk_is_not_stored_from_a_block_that_the_step_overwrites(runs: Any) -> None:
     """The GPU has two copies of a chunk's first block. One step evicts one copy, and stores the chunk ahead, after its
-    forward pass: from the other copy."""
+    forward pass. The store reads the other copy."""
     run = runs("HiCacheConnector", 4, chunk_blocks=2, num_blocks=12, max_num_batched_tokens=512)
     prompt = tokens(2 * BLOCK_TOKENS + 3, seed=1)
-    lengths = [len(prompt), BLOCK_TOKENS, len(prompt)]  # a prompt of one block is computed again
+    lengths = [len(prompt), BLOCK_TOKENS, len(prompt)]  # a prompt of one complete block is computed again
     others = [tokens(280, seed=2), tokens(74, seed=3)]  # 9 blocks, of which 8 have no hash, and 3 blocks
     for asked in [*(prompt[:length] for length in lengths), *others]:
         run.ask(asked)
@@ -213,11 +215,12 @@ def test_a_chunk_is_not_stored_from_a_block_that_the_step_overwrites(runs: Any) 
     assert run.engine.worker.num_loaded == 2
 
 
+@pytest.mark.smoke
 def test_with_a_disk_a_restart_finds_everything_and_nothing_is_written_twice(
     runs: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With a disk chunks are stored when they are computed, and again when the GPU evicts them. The disk then has them
-    already."""
+    """With a disk, chunks are stored when they are computed, and again in the CPU tier when the GPU evicts them. The
+    disk then has them already, and does not write them again."""
     path = tmp_path_factory.mktemp("disk")
     extra = {"disk": {"path": str(path), "budget": "256MB", "prefill_tokens_per_s": 0}, "kv_packing": "off"}
     first, prompts = runs("HiCacheConnector", 40, extra=extra), list(conversations())
@@ -228,7 +231,7 @@ def test_with_a_disk_a_restart_finds_everything_and_nothing_is_written_twice(
     connector = first.engine.connector
     [tier] = connector.manager.secondary_tiers
     assert connector.num_late + connector.num_ahead > 40
-    # The requests of these stores delay no user's request.
+    # The internal requests of these stores delay no user's request.
     assert not tier.gate._live
     stats = tier._backend.stats()
     first.engine.close()
@@ -245,19 +248,118 @@ def test_with_a_disk_a_restart_finds_everything_and_nothing_is_written_twice(
     assert second.engine.num_cached == found
 
 
+def serve_others(run: Any, seeds: range, num_tokens: int) -> None:
+    """Serve a prompt of `num_tokens` for each seed. These prompts take the blocks of the GPU."""
+    for seed in seeds:
+        run.ask(tokens(num_tokens, seed))
+        run.engine.finish()
+
+
+@pytest.mark.parametrize("step_blocks", [3, 5, 8])
+def test_a_window_frees_the_first_blocks_of_a_chunk_first(runs: Any, step_blocks: int) -> None:
+    """A sliding window frees the blocks of a chunk in two steps, the first block before the last one. All chunks are
+    stored when the GPU evicts their first block, and later prompts of each length find them."""
+    chunk_tokens, num_chunks = 2 * BLOCK_TOKENS, 8
+    run = runs(
+        "HiCacheConnector",
+        400,
+        chunk_blocks=2,
+        num_blocks=24,
+        max_num_batched_tokens=step_blocks * BLOCK_TOKENS,
+        window=100,
+    )
+    prompt = tokens(num_chunks * chunk_tokens + 1, seed=1)
+    run.ask(prompt)
+    run.engine.finish()
+    serve_others(run, range(2, 6), len(prompt))
+    connector = run.engine.connector
+    assert connector.num_late + connector.num_ahead
+    for num in range(1, num_chunks + 1):
+        before = run.engine.num_cached
+        run.ask(prompt[: num * chunk_tokens + 1])
+        run.finish()
+        assert run.engine.num_cached - before == num * chunk_tokens
+    assert not connector.num_lost
+
+
 def test_a_request_limits_what_is_stored_of_it(runs: Any) -> None:
-    """`max_offload_tokens`: the chunks behind are not stored when the GPU evicts them."""
+    """With `max_offload_tokens`, the chunks after this limit are not stored when the GPU evicts them."""
     run = runs("HiCacheConnector", 64, num_blocks=24)
     prompt = tokens(10 * BLOCK_TOKENS, seed=1)
     run.ask(prompt, params={"max_offload_tokens": 4 * BLOCK_TOKENS})
     run.engine.finish()
-    for seed in range(2, 6):
-        run.ask(tokens(10 * BLOCK_TOKENS, seed))
-        run.engine.finish()
+    serve_others(run, range(2, 6), 10 * BLOCK_TOKENS)
     before = run.engine.num_cached
     run.ask(prompt)
     run.finish()
     assert run.engine.num_cached - before == 4 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("limited_first", [True, False])
+def test_a_limit_of_one_request_does_not_apply_to_others(runs: Any, limited_first: bool) -> None:
+    """Two requests have the same prompt, and only one of them has a limit. The chunks of the prompt are stored when the
+    GPU evicts them, also if both requests computed them."""
+    run = runs("HiCacheConnector", 200, num_blocks=24)
+    prompt = tokens(8 * BLOCK_TOKENS + 1, seed=1)
+    run.ask(prompt, params={"max_offload_tokens": 0} if limited_first else None)
+    run.engine.finish()
+    if limited_first:
+        serve_others(run, range(2, 5), 16 * BLOCK_TOKENS)
+    run.ask(prompt, params=None if limited_first else {"max_offload_tokens": 0})
+    run.engine.finish()
+    serve_others(run, range(5, 8), 16 * BLOCK_TOKENS)
+    before = run.engine.num_cached
+    run.ask(prompt)
+    run.finish()
+    assert run.engine.num_cached - before == 8 * BLOCK_TOKENS
+
+
+def test_an_ended_session_is_not_stored_when_a_waiting_request_takes_its_blocks(runs: Any) -> None:
+    """A request waits for the blocks of a session, and gets them in the step after the end of the session."""
+    run = runs("HiCacheConnector", 200, num_blocks=24, max_num_batched_tokens=512)
+    run.ask(tokens(16 * BLOCK_TOKENS, seed=1), params={"hicache": {"session_end": True}})
+    run.ask(tokens(16 * BLOCK_TOKENS, seed=2))
+    run.finish()
+    connector = run.engine.connector
+    assert not connector.num_late
+    assert not connector.num_ahead
+    assert not connector.num_lost
+
+
+@pytest.mark.parametrize("ends_too", [False, True])
+def test_an_ended_session_keeps_what_a_running_request_shares(runs: Any, ends_too: bool) -> None:
+    """A session ends while another request with the same system prompt runs. When the GPU evicts the system prompt, it
+    is stored, also if the other request was the last one of its session."""
+    run = runs("HiCacheConnector", 200, num_blocks=24)
+    ended, system = {"hicache": {"session_end": True}}, tokens(6 * BLOCK_TOKENS, seed=1)
+    run.ask([*system, *tokens(240, seed=2)], params=ended if ends_too else None)
+    run.engine.step()
+    run.ask([*system, *tokens(40, seed=3)], params=ended)
+    run.engine.finish()
+    serve_others(run, range(4, 7), 16 * BLOCK_TOKENS)
+    before = run.engine.num_cached
+    run.ask([*system, 3])
+    run.finish()
+    assert run.engine.num_cached - before == len(system)
+
+
+def test_chunks_that_are_computed_later_keep_the_hashes_of_their_blocks(runs: Any) -> None:
+    """The connector forgets the hashes of chunks that the GPU lacks, in the first step of a prompt that four steps
+    compute. All chunks of the prompt are stored when the GPU evicts them."""
+    run = runs("HiCacheConnector", 200, chunk_blocks=2, num_blocks=20, max_num_batched_tokens=4 * BLOCK_TOKENS)
+    complete, prompt = 16 * BLOCK_TOKENS, tokens(16 * BLOCK_TOKENS + 1, seed=1)
+    serve_others(run, range(2, 11), complete + 1)
+    run.ask(tokens(2 * BLOCK_TOKENS + 1, seed=11))
+    run.engine.finish()
+    hashes = run.engine.connector._hashes_of
+    run.ask(prompt)
+    run.engine.finish()
+    assert run.engine.connector._hashes_of is not hashes
+    serve_others(run, range(12, 14), complete + 1)
+    before = run.engine.num_cached
+    run.ask(prompt)
+    run.finish()
+    assert run.engine.num_cached - before == complete
 
 
 @pytest.mark.parametrize(
@@ -285,7 +387,7 @@ def test_wrong_settings_are_refused(tmp_path: Path, connector: str, given: dict[
 
 
 def test_without_hashes_chunks_are_stored_when_they_are_computed(runs: Any) -> None:
-    """The GPU has no prefix cache. The second request finds the chunks of the first one in the CPU tier."""
+    """The GPU has no prefix cache. A second request finds the chunks of a first one in the CPU tier."""
     run = runs("HiCacheConnector", 32, enable_prefix_caching=False)
     assert type(run.engine.connector) is OffloadingConnectorScheduler
     for _ in range(2):
@@ -310,8 +412,8 @@ def test_a_cpu_tier_that_repeats_the_gpu_is_reported(
     is_fallback: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At the start, with both sizes: 64 blocks of the GPU, and chunks of three. HiCacheConnector is advised unless it
-    has the same stores."""
+    """At the start a warning names both sizes: 64 blocks of the GPU, and chunks of three blocks. The warning advises
+    HiCacheConnector, unless HiCacheConnector has fallen back to the same stores."""
     cache = Cache(blocks_per_chunk=3)
     with caplog.at_level(logging.WARNING, "hicache"):
         started = spec(offloading_config(cache, {"cpu_bytes_to_use": num_rows * cache.chunk_bytes}))

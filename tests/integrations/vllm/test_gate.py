@@ -1,4 +1,5 @@
-"""The gate of the secondary tier under vLLM's own tiering manager: what its scheduler's steps teach it."""
+"""The gate of the secondary tier under vLLM's own tiering manager: the speeds that it learns from the scheduler's
+steps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ OTHER = [key(100 + number) for number in range(8)]
 
 
 class SlowReads:
-    """Reads take `page_s` a page, by the clock. `num_pages`: read so far."""
+    """A disk whose reads take `page_s` of the clock for each page. `num_pages`: pages read so far."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock, page_s: float) -> None:
         self.page_s, self.num_pages = page_s, 0
@@ -39,12 +40,12 @@ class SlowReads:
 
 
 def compute(server: Scheduler, clock: Clock, chunks: Sequence[OffloadKey], seconds: float) -> None:
-    """A request whose prompt no tier has: it is scheduled, computed in `seconds`, and stored."""
+    """Schedule a request whose prompt no tier has, compute it in `seconds`, and store it."""
     with server.request() as context:
         assert not any(server.lookup(chunks, context))
         server.step(context.req_id)
         clock.now_s += seconds
-        server.step()  # which copies
+        server.step()  # this step copies the computed chunks
         server.computed(chunks, context)
     server.until(lambda: not server.manager.has_pending_work())
     server.reset()
@@ -52,8 +53,8 @@ def compute(server: Scheduler, clock: Clock, chunks: Sequence[OffloadKey], secon
 
 @pytest.mark.smoke
 def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """A prompt of 20 chunks was computed in 1 s. From a disk that takes 0.1 s a chunk it is computed again, by whatever
-    request, until nothing has shown the speed of the disk for a minute; from one that has become fast it is loaded."""
+    """A prompt of 20 chunks was computed in 1 s. If a disk takes 0.1 s a chunk, every request computes it again, until
+    the measured rate of the disk is older than a minute. If the disk has become fast, the prompt is loaded."""
     reads = SlowReads(monkeypatch, clock, 0.1)
     with scheduler(tmp_path, readers=1, prefill_tokens_per_s="auto") as server:
         gate = server.tiers[0].gate
@@ -77,14 +78,14 @@ def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pyte
 def test_a_part_is_loaded_where_the_whole_does_not_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """A chunk is computed in 0.1 s and read in 0.3. With the first two those that the CPU tier has behind them are of
-    use, ten in all, with the right bytes; the last ten are computed."""
+    """A chunk is computed in 0.1 s and read in 0.3 s. The CPU tier has eight chunks after the first two. So loading two
+    makes ten usable, which pays, and the bytes are right. The last ten chunks are computed."""
     SlowReads(monkeypatch, clock, 0.3)
     with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
         for chunks in (PROMPT, OTHER):
             server.store(chunks)
         server.reset()
-        assert server.load(PROMPT[2:10]) == [True] * 8  # which shows the speed of the disk
+        assert server.load(PROMPT[2:10]) == [True] * 8  # this load shows the speed of the disk
         assert server.load(PROMPT) == [True] * 10 + [False] * 10
         gate = server.tiers[0].gate
         assert (gate.unmeasured.value, gate.accepted.value, gate.declined.value) == (1, 1, 0)
@@ -94,8 +95,9 @@ def test_a_part_is_loaded_where_the_whole_does_not_pay(
 def test_what_the_cpu_tier_loses_meanwhile_is_weighed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """A request lacks its last chunk, which does not pay, and waits for the GPU. Before it runs the CPU tier loses what
-    it had of the prompt. That is weighed as for a new request: with two other requests, all of it is read."""
+    """A request lacks its last chunk, whose load does not pay, and waits for the GPU. Before this request runs, the CPU
+    tier evicts the other chunks of its prompt. The gate then decides as for a new request: with two other requests, all
+    chunks are read."""
     reads = SlowReads(monkeypatch, clock, 0.25)
     with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
         for chunks in (PROMPT, OTHER):
@@ -116,7 +118,8 @@ def test_what_the_cpu_tier_loses_meanwhile_is_weighed_too(
 def test_the_speed_of_prefill_outlives_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """After a restart one load shows the speed of the disk, and the next prompt is weighed: none was computed."""
+    """After a restart one load shows the speed of the disk. The gate already decides about the next prompt, although no
+    prompt has been computed since."""
     with scheduler(tmp_path, readers=1, prefill_tokens_per_s="auto") as server:
         compute(server, clock, OTHER, 0.4)
         compute(server, clock, PROMPT, 1.0)
@@ -130,8 +133,8 @@ def test_the_speed_of_prefill_outlives_the_server(
 def test_a_request_does_not_wait_for_a_disk_that_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """Its load is under way and the disk brings nothing for a second, longer than computing takes: what was read by
-    then is used, the rest is "not here", and no row stays pinned."""
+    """The load of a request is in flight, and the disk returns nothing for a second, longer than computing takes. The
+    request uses the chunks that were read and computes the other chunks, and no row stays pinned."""
     chunks = [key(number) for number in range(NUM_CHUNKS)]
     taken: list[Any] = []
     original = StoreService._read
@@ -155,7 +158,8 @@ def test_a_request_does_not_wait_for_a_disk_that_is_stuck(
 
 
 def test_the_spec_has_the_gate_before_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """With a known speed of prefill the first load shows that of the disk, and the next one is not made."""
+    """The spec puts the gate before its disk. With a known speed of prefill the first load shows the speed of the disk,
+    and the next load is declined."""
     cache = Cache()
     disk = {"path": str(tmp_path), "budget": "64MB", "prefill_tokens_per_s": 1e12}
     engine = Engine(cache, {"cpu_bytes_to_use": 8 * cache.chunk_bytes, "disk": disk})

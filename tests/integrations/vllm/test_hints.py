@@ -1,4 +1,4 @@
-"""Hints of requests (`kv_transfer_params`, `kv_hints`) under vLLM's own scheduler, by both plug-ins."""
+"""Hints of requests (`kv_transfer_params`, `kv_hints`) under vLLM's own scheduler, with both plug-ins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEEP = {"keep_s": 3600}
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_kept_chunks_stay_in_the_cpu_tier_until_their_deadline(servers: Any, connector: str) -> None:
     """Other prompts of three times the tier's size evict a prompt without a hint, but not one with a deadline. After
-    the deadline they evict that one too."""
+    the deadline other prompts evict it too."""
     server = servers(connector)
     server.ask(prompt_of(1), **KEEP)
     server.ask(prompt_of(2))
@@ -40,8 +40,8 @@ def test_kept_chunks_stay_in_the_cpu_tier_until_their_deadline(servers: Any, con
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_hints_keep_nine_tenths_of_the_tier_and_the_lowest_priority_ends_first(servers: Any, connector: str) -> None:
-    """Six prompts with deadlines have more chunks than the tier. Those asked last stay, except that the first one has
-    a higher priority."""
+    """Six prompts with deadlines have more chunks than the tier. The prompts that were sent last stay, and so does the
+    first, which has a higher priority."""
     server = servers(connector)
     for seed in range(6):
         server.ask(prompt_of(seed), **KEEP, priority=1 if seed == 0 else 0)
@@ -52,8 +52,8 @@ def test_hints_keep_nine_tenths_of_the_tier_and_the_lowest_priority_ends_first(s
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_an_ended_session_is_evicted_first_without_what_others_share(servers: Any, connector: str) -> None:
-    """Two sessions share a system prompt. The chunks of the session that ended leave first; the system prompt and
-    the other session, which were used before it, stay."""
+    """Two sessions share a system prompt. The chunks of the session that has ended are evicted first. The system prompt
+    and the other session stay, although they were used earlier."""
     server = servers(connector)
     system = prompt_of(1, 3)[: 3 * BLOCK_TOKENS]
     first, second = (prompt_of(seed, PROMPT_CHUNKS, system) for seed in (2, 3))
@@ -68,10 +68,10 @@ def test_an_ended_session_is_evicted_first_without_what_others_share(servers: An
 def test_the_disk_keeps_chunks_until_their_deadline_and_writes_nothing_of_an_ended_session(
     servers: Any, connector: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """After the GPU and the CPU tier were emptied, a kept prompt is loaded from a disk that has stored four times its
-    budget since."""
+    """A prompt with a deadline is loaded from the disk, after the disk has stored four times its budget, and the GPU
+    and the CPU tier were emptied. Chunks of an ended session are not written."""
     path = tmp_path_factory.mktemp("disk")
-    # Random bytes of the worker, which do not compress; a row has 4 KiB more in the file.
+    # The bytes of the worker are random and do not compress. A row takes 4 KiB more in the file.
     disk = {"path": str(path), "budget": "1MiB", "level": 0, "prefill_tokens_per_s": 0}
     server = servers(connector, disk=disk)
     [tier] = server.engine.connector.manager.secondary_tiers
@@ -137,7 +137,7 @@ def test_hints_are_read(given: Any, expected: Hints, caplog: pytest.LogCaptureFi
 def test_a_wrong_hint_is_ignored_with_one_warning(
     given: Any, expected: Hints, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The right hints of the request count."""
+    """A wrong hint is ignored with one warning; valid hints of the same request are used."""
     monkeypatch.setattr(hints, "_warned", set())
     with caplog.at_level(logging.WARNING, "hicache"):
         for _ in range(2):
@@ -147,7 +147,8 @@ def test_a_wrong_hint_is_ignored_with_one_warning(
 
 
 def test_what_other_prompts_share() -> None:
-    """The chunks up to the last one that another prompt continues differently, or at which this prompt ends."""
+    """Shared chunks of a prompt are those up to the last chunk after which another prompt continues differently, or at
+    which this prompt ends."""
     known, chunks = Continuations(100), [key(n) for n in range(10)]
     known.note(chunks[:6])
     assert known.num_shared(chunks[:6]) == 0

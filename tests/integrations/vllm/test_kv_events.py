@@ -1,4 +1,4 @@
-"""KV events: those of an engine, read by vLLM's own classes, and those of the tier under vLLM."""
+"""KV events: vLLM's own classes read the events of an engine, and of the secondary tier under vLLM."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from hicache.integrations.vllm.tier_events import TierEvents
 from kv_events_case import subscribe
 from vllm_tier_case import NUM_CHUNKS, Scheduler, key, scheduler
 
-CHUNKS = [key(number) for number in range(320)]  # of 8 KiB: more than the budget
+CHUNKS = [key(number) for number in range(320)]  # chunks of 8 KiB, together more than the budget
 
 
 def test_vllm_decodes_what_an_engine_tells(tmp_path: Path) -> None:
-    """A subscriber with vLLM's `KVEventBatch` holds what the tiers hold."""
+    """A subscriber with vLLM's `KVEventBatch` knows the blocks that the tiers hold."""
     subscribe(tmp_path, "vllm.distributed.kv_events")
 
 
 class Router:
-    """Knows of the disk what vLLM's scheduler publishes. `held`: block hashes; a stored one may not be told again."""
+    """A router that knows of the disk only what vLLM's scheduler publishes. `held`: hashes of stored blocks. A block
+    may not be reported as stored twice."""
 
     def __init__(self, server: Scheduler) -> None:
         self._manager = server.manager
@@ -54,8 +55,8 @@ class Router:
 
 @pytest.mark.smoke
 def test_a_router_knows_what_the_disk_holds(tmp_path: Path) -> None:
-    """Chunks are stored at random, some of them again, and the budget evicts others: in the end the router knows those
-    that a load finds, by the hashes that vLLM tells of chunks of its CPU tier."""
+    """Chunks are stored at random, some of them again, and the budget evicts others. In the end the router knows
+    exactly the chunks that a load finds, by the hashes that vLLM publishes for chunks of its CPU tier."""
     rng = random.Random(0)
     with scheduler(tmp_path, budget=1 << 20, level=0, enable_kv_cache_events=True) as server:
         router = Router(server)
@@ -72,7 +73,8 @@ def test_a_router_knows_what_the_disk_holds(tmp_path: Path) -> None:
 
 
 def test_what_a_store_held_whose_process_ended_is_told_anew() -> None:
-    """All that was told is removed once, and told once more when it is written again."""
+    """If the process of a store ends, each reported block is reported as removed once. A block that is written again is
+    reported as stored again."""
     events, keys = TierEvents("STORAGE", "LOCAL"), [bytes([number]) for number in range(4)]
     reported = []
     for times_lost in (0, 1, 1):

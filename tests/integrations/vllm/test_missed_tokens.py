@@ -1,4 +1,4 @@
-"""Why tokens of prompts were computed: the counter by reason, under vLLM's own scheduler."""
+"""Reasons why tokens of prompts were computed: the counter by reason, under vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import ScheduleEndContext
 
 from hicache.integrations.vllm import HiCacheOffloadingSpec
 from hicache.integrations.vllm.manager import EVICTED_AGE, MISSED_TOKENS, miss_metrics
 from hicache.pages.misses import USABLE, MissReason, MissReasons, count
 from hicache.pages.table import names_of
+from vllm_offload_case import Cache, engines_on
 from vllm_prompts_case import (
     BLOCK_TOKENS,
     COMPLETE,
@@ -29,6 +31,7 @@ from vllm_prompts_case import (
     Server,
     prompt_of,
 )
+from vllm_tier_case import key, place
 
 
 class Recorder:
@@ -41,7 +44,7 @@ class Recorder:
         self.manager.get_stats = self._take
 
     def ask(self, prompt: list[int], **given: Any) -> dict[str, int]:
-        """The computed tokens of a prompt in complete chunks, by reason."""
+        """Send a prompt. Returns the computed tokens of its complete chunks, by reason."""
         self.missed.clear()
         self._server.ask(prompt, **given)
         self._take()
@@ -58,8 +61,8 @@ class Recorder:
 @pytest.mark.smoke
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> None:
-    """A new prompt; the same again, from the GPU; with a new end; after other prompts have evicted all of it. The age
-    of each evicted chunk is observed."""
+    """A prompt is new, is hit on the GPU, gets a new end, and is then evicted by other prompts. Each case counts with
+    its own reason. The age of each evicted chunk is observed."""
     server = servers(connector)
     recorder, prompt = Recorder(server), prompt_of(1)
     assert recorder.ask(prompt) == {"never_stored": COMPLETE}
@@ -67,7 +70,7 @@ def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> 
     longer = prompt_of(2, PROMPT_CHUNKS + 2, prompt[:COMPLETE])
     assert recorder.ask(longer) == {"never_stored": 2 * BLOCK_TOKENS}
     server.ask_others(15)
-    num_evicted = (15 + 1) * PROMPT_CHUNKS + 2 - NUM_CHUNKS  # less those that only the GPU has
+    num_evicted = (15 + 1) * PROMPT_CHUNKS + 2 - NUM_CHUNKS  # minus chunks that only the GPU has
     assert num_evicted - GPU_BLOCKS <= len(recorder.ages_s) <= num_evicted
     assert min(recorder.ages_s) >= 0
     assert recorder.ask(longer) == {"evicted": COMPLETE + 2 * BLOCK_TOKENS}
@@ -78,14 +81,14 @@ def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> 
 def test_a_load_that_costs_more_than_computing_counts_as_gate(
     servers: Any, connector: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The disk has all chunks of the prompt, and the GPU computes a thousand million tokens a second."""
+    """The disk has all chunks of the prompt, and the GPU computes 10^9 tokens a second."""
     disk = {"path": str(tmp_path_factory.mktemp("disk")), "prefill_tokens_per_s": 1e9}
     server = servers(connector, disk=disk)
     recorder = Recorder(server)
     server.ask(prompt_of(1))
     server.reset()
     [tier] = recorder.manager.secondary_tiers
-    tier.gate.read(1, 1e6)  # a disk that takes days for a page
+    tier.gate.read(1, 1e6)  # a disk that takes days to read a page
     assert recorder.ask(prompt_of(1)) == {"gate": COMPLETE}
 
 
@@ -93,7 +96,7 @@ def test_a_load_that_costs_more_than_computing_counts_as_gate(
 def test_chunks_that_a_disk_refuses_count_as_failed(
     servers: Any, connector: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue of the disk's writes takes no job. After a reset no tier has the chunks."""
+    """The disk's write queue refuses jobs, so after a reset no tier has the chunks."""
     disk = {"path": str(tmp_path_factory.mktemp("disk")), "prefill_tokens_per_s": 0}
     server = servers(connector, disk=disk)
     recorder = Recorder(server)
@@ -108,7 +111,7 @@ def test_chunks_that_a_disk_refuses_count_as_failed(
 def test_chunks_without_a_row_when_the_gpu_evicts_them_count_as_such(
     servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU tier frees no row, as while transfers pin all of them."""
+    """The CPU tier can free no row, as if transfers had pinned all rows."""
     server = servers("HiCacheConnector")
     recorder = Recorder(server)
     monkeypatch.setattr(server.policy, "num_obtainable", lambda kept: 0)
@@ -117,8 +120,26 @@ def test_chunks_without_a_row_when_the_gpu_evicts_them_count_as_such(
     assert recorder.ask(prompt_of(1)) == {"no_rows": COMPLETE}
 
 
+def test_chunks_that_are_looked_up_from_the_end_of_a_prompt_all_count() -> None:
+    """If all layers have a sliding window, vLLM looks up chunks from the end of the prompt. The GPU has the first two
+    chunks, and computes the others."""
+    keys = [key(number) for number in range(8)]
+    with engines_on("cpu") as engines:
+        cache = Cache()
+        manager = (engine := engines(cache, {"cpu_bytes_to_use": 4 * cache.chunk_bytes})).manager
+        context = engine.request()
+        place(keys, context, BLOCK_TOKENS)
+        for chunk in reversed(keys[2:]):
+            manager.lookup(chunk, context)
+        manager.on_schedule_end(ScheduleEndContext((context.req_id,), ()))
+        missed = manager.get_stats().data["data"][MISSED_TOKENS]
+        manager.on_request_finished(context)
+    assert missed == {("never_stored",): 6 * BLOCK_TOKENS}
+
+
 def test_pages_behind_a_gap_count_with_the_page_before_them() -> None:
-    """A name that replaces another one in the table is not taken for it."""
+    """Usable pages after a gap count with the reason of the page before them. If a name replaces another one in the
+    table, the table has no reason for the replaced one."""
     reasons = np.array([USABLE, USABLE, 1, USABLE, 0, USABLE, 2], np.int8)
     assert count(reasons) == {MissReason.NEVER_STORED: 2, MissReason.EVICTED: 2, MissReason.GATE: 1}
     miss_reasons, keys = MissReasons(16), [n.to_bytes(8, "big") for n in range(40)]

@@ -1,4 +1,4 @@
-"""Two servers of vLLM, of the releases 0.32 and 0.33, on nodes of their own over a shared directory."""
+"""Two servers of vLLM, of the releases 0.32 and 0.33, on separate nodes with a shared directory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import random
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm import __version__
 
-from vllm_nodes import CACHED, CHUNK_TOKENS, Node, Result, environment_of, write_model
-from waiting import eventually
+from vllm_nodes import CACHED, CHUNK_TOKENS, Node, Result, environment_of, repeated, write_model
 
 HERE = Path(sys.executable)
 OTHER = environment_of("vllm-0.32" if __version__.startswith("0.33") else "vllm-0.33")
@@ -42,7 +41,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 def files_of(shared: Path) -> list[Path]:
-    """The pages in the directory."""
+    """The files of pages in the directory."""
     return [path for path in shared.rglob("*") if path.is_file() and len(path.name) == 64]
 
 
@@ -52,21 +51,22 @@ def disk(tmp_path: Path, name: str, shared: Path) -> dict[str, object]:
 
 @pytest.mark.smoke
 def test_a_prompt_of_one_release_is_loaded_by_the_other(model: Path, tmp_path: Path, shared: Path) -> None:
-    """From another path of the same weights, with the same tokens, and by vLLM's own count. The disk of the second node
-    has the chunks then."""
+    """A server of the other release loads the prompt from a copy of the weights at another path. By vLLM's own count
+    the tokens of the prompt are cached, and the output is the same. Afterwards the disk of the second node has the
+    chunks."""
     assert OTHER is not None
     other_model = tmp_path / "data" / "x"
     shutil.copytree(model, other_model)
-    first = Node(OTHER, model, disk(tmp_path, "a", shared), ["run each"]).result()
+    first = Node(OTHER, model, disk(tmp_path, "a", shared), ["run each", "copy"], is_patient=True).result()
     assert first.cached == [[0, 0]]
-    eventually(lambda: len(files_of(shared)) == 2 * CACHED // CHUNK_TOKENS)
+    assert len(files_of(shared)) == 2 * CACHED // CHUNK_TOKENS
     second = Node(HERE, other_model, disk(tmp_path, "b", shared), ["run each"], is_patient=True).result()
     assert second.cached == [[CACHED, CACHED]] and second.outputs == first.outputs
     assert_bytes(second, first)
 
 
 def assert_bytes(read: Result, written: Result) -> None:
-    """Each chunk was loaded with bytes that a node stored."""
+    """Check that each chunk was loaded with bytes that a node stored."""
     stored = {key: {*written.stored.get(key, ()), *read.stored.get(key, ())} for key in read.given}
     assert read.given and all({*sums} <= stored[key] for key, sums in read.given.items())
 
@@ -80,35 +80,21 @@ def flip(file: Path) -> None:
 FAULTS: dict[str, Callable[[Path], object]] = {"wrong bytes": flip, "lost pages": Path.unlink}
 
 
-@contextlib.contextmanager
-def under(fault: Callable[[Path], object], shared: Path) -> Iterator[None]:
-    """Apply a fault to files of the shared directory, one after the other, until the block ends."""
-    ended, rng = threading.Event(), random.Random(1)
-
-    def apply() -> None:
-        while not ended.is_set():
-            files = files_of(shared)
-            with contextlib.suppress(FileNotFoundError):
-                if files:
-                    fault(rng.choice(files))
-            ended.wait(0.05)
-
-    thread = threading.Thread(target=apply)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def spoil_one(fault: Callable[[Path], object], shared: Path, rng: random.Random) -> None:
+    """Apply a fault to a file of the shared directory."""
+    files = files_of(shared)
+    with contextlib.suppress(FileNotFoundError):
+        if files:
+            fault(rng.choice(files))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_directory_change_no_token(model: Path, tmp_path: Path, shared: Path, fault: str) -> None:
-    """While two servers store and load, pages of the directory get wrong bytes or vanish."""
+    """While two servers store and load, pages of the directory get wrong bytes or vanish. No output token changes."""
     assert OTHER is not None
     steps = ["run each", *["reset", "run each"] * 3]
     first = Node(OTHER, model, disk(tmp_path, "a", shared), ["run each"]).result()
-    with under(FAULTS[fault], shared):
+    with repeated(partial(spoil_one, FAULTS[fault], shared, random.Random(1)), pause_s=0.05):
         remote_only = {key: value for key, value in disk(tmp_path, "b", shared).items() if key != "path"}
         second = Node(HERE, model, remote_only, steps)
         third = Node(OTHER, model, disk(tmp_path, "c", shared), steps)
@@ -118,10 +104,11 @@ def test_faults_of_the_directory_change_no_token(model: Path, tmp_path: Path, sh
 
 @pytest.mark.skipif(not __version__.startswith("0.32"), reason="workers need the compiled parts of their vLLM")
 def test_nodes_with_two_ranks_share_pages(model: Path, tmp_path: Path, shared: Path) -> None:
-    """The scheduler's one look-up serves both workers. A node with one worker has other rows and finds no page."""
+    """The scheduler looks up each chunk once for both workers. A node with one worker has rows of another layout and
+    finds no page."""
     ranks = {"llm": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}}
-    first = Node(HERE, model, disk(tmp_path, "a", shared), ["run each"], **ranks).result()
-    eventually(lambda: len(files_of(shared)) == 2 * CACHED // CHUNK_TOKENS)
+    first = Node(HERE, model, disk(tmp_path, "a", shared), ["run each", "copy"], is_patient=True, **ranks).result()
+    assert len(files_of(shared)) == 2 * CACHED // CHUNK_TOKENS
     second = Node(HERE, model, disk(tmp_path, "b", shared), ["run each"], is_patient=True, **ranks).result()
     assert second.cached == [[CACHED, CACHED]] and second.outputs == first.outputs
     alone = Node(HERE, model, disk(tmp_path, "c", shared), ["run each"], is_patient=True).result()

@@ -1,4 +1,4 @@
-"""The whole CPU and disk tier under vLLM, driven by vLLM's own types and managers, on the CPU backend."""
+"""The complete CPU and disk tier under vLLM, driven by vLLM's own types and managers, on the CPU backend."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def extra(cache: Cache, rows: int, **more: Any) -> dict[str, Any]:
 
 
 def names_of(config: OffloadingConfig) -> list[Path]:
-    """Of the files of the engine's shared memory."""
+    """The files of the engine's shared memory."""
     return [*Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*")]
 
 
@@ -61,7 +61,8 @@ def engines(device: str) -> Iterator[Any]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("cache", [TWO_GROUPS, CHUNKED], ids=["two-groups", "chunked"])
 def test_bytes_that_went_down_come_back_into_other_blocks(engines: Any, cache: Cache) -> None:
-    """Each group of layers, after the cache was overwritten."""
+    """After the GPU's cache was overwritten, the chunks of each group of layers are loaded into other blocks with the
+    same bytes."""
     engine, per_chunk = engines(cache, extra(cache, 16)), cache.blocks_per_chunk
     for group in range(len(cache.groups)):
         blocks = list(range(1, 1 + 4 * per_chunk))
@@ -76,7 +77,8 @@ def test_bytes_that_went_down_come_back_into_other_blocks(engines: Any, cache: C
 
 @pytest.mark.smoke
 def test_parts_of_chunks_go_both_ways_and_nothing_else_changes(engines: Any, device: str) -> None:
-    """A store copies what the current stream writes before it."""
+    """Parts of chunks are stored and loaded, and no other byte changes. A store copies values that earlier work on the
+    current stream writes."""
     engine, rng = engines(CHUNKED, extra(CHUNKED, 4)), random.Random(0)
     keys, context = [key(number) for number in range(4)], engine.request()
     rows = engine.manager.prepare_store(keys, context).store_spec
@@ -106,7 +108,8 @@ def test_parts_of_chunks_go_both_ways_and_nothing_else_changes(engines: Any, dev
 
 @pytest.mark.smoke
 def test_transfers_in_flight_together_end_in_their_order_with_their_own_bytes(engines: Any) -> None:
-    """Stores of several jobs, then loads of all, each only submitted; the worker is asked until all have ended."""
+    """Several store jobs, and then loads of all their chunks, are in flight together. The worker reports their ends in
+    the order of submission, and each load has the right bytes."""
     engine = engines(PLAIN, extra(PLAIN, 24))
     submitted, contexts = [], {}
     for job in range(8):
@@ -135,11 +138,12 @@ def test_transfers_in_flight_together_end_in_their_order_with_their_own_bytes(en
 def test_random_programs_keep_every_row_and_every_byte(
     engines: Any, tmp_path: Path, policy: str, on_disk: bool
 ) -> None:
-    """After any sequence of stores, loads, resets and, with a disk, restarts: what is found has the bytes that were
-    stored under its name, with a disk everything that was stored is found, and in the end every row of the CPU tier can
-    be used."""
+    """After any sequence of stores, loads, resets and, with a disk, restarts, each chunk that is found has the bytes
+    that were stored under its name. With a disk every stored chunk is found. In the end every row of the CPU tier is
+    usable."""
     rows, rng = 8, random.Random(len(policy))
-    more = {"disk": {"path": str(tmp_path), "budget": "64MB"}} if on_disk else {}
+    disk = {"path": str(tmp_path), "budget": "64MB", "prefill_tokens_per_s": 0}  # loads, however slow this machine is
+    more = {"disk": disk} if on_disk else {}
     engine = engines(PLAIN, extra(PLAIN, rows, eviction_policy=policy, **more))
     stored: set[int] = set()
     for _ in range(60):
@@ -170,7 +174,7 @@ def test_random_programs_keep_every_row_and_every_byte(
 
 
 class Failing:
-    """A transfer backend whose copies fail, `times` of them without a word of it before they end."""
+    """A transfer backend whose first `times` copies fail only at their end."""
 
     def __init__(self, backend: Any, times: int) -> None:
         self._backend, self.times = backend, times
@@ -194,7 +198,8 @@ class Failing:
 
 @pytest.mark.smoke
 def test_a_failed_copy_is_made_again(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM knows no failed transfer: it would serve what is in the blocks."""
+    """A failed copy is repeated, because vLLM handles no failed transfer: it would use the wrong bytes in the
+    blocks."""
     engine = engines(PLAIN, extra(PLAIN, 8))
     (link,) = engine.worker._links
     link.backend = Failing(link.backend, times=2)
@@ -208,11 +213,11 @@ def test_a_failed_copy_is_made_again(engines: Any, caplog: pytest.LogCaptureFixt
         assert engine.load(keys, [3, 4])
     assert engine.holds(3, 1) and engine.holds(4, 2)
     assert engine.worker.num_repeated == 2
-    [_] = {record for record in caplog.records if "is made again" in record.message}  # each is seen at two loggers
+    [_] = {record for record in caplog.records if "is made again" in record.message}  # two loggers report each record
 
 
 def test_a_copy_that_fails_twice_is_reported_as_failed(engines: Any) -> None:
-    """The chunk is not found afterwards, and its row is free."""
+    """If a copy fails twice, its job is reported as failed. The chunk is not found afterwards, and its row is free."""
     engine = engines(PLAIN, extra(PLAIN, 1))
     (link,) = engine.worker._links
     link.backend, tensor = Failing(link.backend, times=1), link.single._pairs[0]
@@ -227,7 +232,7 @@ def test_a_copy_that_fails_twice_is_reported_as_failed(engines: Any) -> None:
 
 
 def test_shutdown_gives_the_shared_memory_back(tmp_path: Path, device: str) -> None:
-    """Nothing of it is mapped, and its file is gone."""
+    """After shutdown the shared memory is not mapped, and its file is removed."""
     engine = Engine(PLAIN, extra(PLAIN, 4, disk={"path": str(tmp_path), "budget": "64MB"}), device)
     engine.store([key(1)], [1])
     assert engine.load([key(1)], [2])
@@ -242,7 +247,8 @@ def test_shutdown_gives_the_shared_memory_back(tmp_path: Path, device: str) -> N
 @pytest.mark.smoke
 @pytest.mark.parametrize("order", ["worker 0, worker 1, scheduler", "scheduler, worker 1, worker 0"])
 def test_from_when_all_have_mapped_it_the_memory_has_no_name(order: str, device: str) -> None:
-    """So that it goes with the processes, also when they are killed, and not before: all have the same memory."""
+    """When all processes have mapped the shared memory, its file name is removed, but not before. So the memory is
+    freed with the processes, even if they are killed."""
     config, started = offloading_config(PLAIN, extra(PLAIN, 4)), list[Any]()
     for process in order.split(", "):
         assert len(names_of(config)) == bool(started)
@@ -259,8 +265,8 @@ def test_from_when_all_have_mapped_it_the_memory_has_no_name(order: str, device:
 @pytest.mark.smoke
 @pytest.mark.parametrize("order", ["worker, scheduler", "scheduler, worker"])
 def test_workers_allocate_the_memory_and_the_scheduler_only_maps_it(order: str) -> None:
-    """When worker 1 of 2 has started, its half of each of 4 rows is resident in its mapping, and nothing is in the
-    mapping of the scheduler. vLLM's function is the same as before."""
+    """When worker 1 of 2 has started, its half of each of 4 rows is resident in its mapping. No page is resident in the
+    mapping of the scheduler. Afterwards vLLM's function is the original one."""
     populate, started, resident = shared_offload_region._get_populate_write_fn, list[Any](), list[str]()
     cache = Cache(widths=(4096,), groups=((0,),))
     config = offloading_config(cache, extra(cache, 8))
@@ -278,8 +284,8 @@ def test_workers_allocate_the_memory_and_the_scheduler_only_maps_it(order: str) 
 
 @pytest.mark.smoke
 def test_a_server_that_is_killed_in_its_start_leaves_nothing_to_the_next_one(device: str) -> None:
-    """At whichever call of the system that makes its memory: the next start removes what it left before it takes memory
-    itself. From the end of the start on there is nothing to remove."""
+    """A server is killed at any system call that creates its memory. The next start removes the files of the killed one
+    before it allocates memory. After a complete start there are no files to remove."""
     was_killed, moments = True, itertools.count()
     while was_killed:
         config, moment = offloading_config(PLAIN, extra(PLAIN, 4)), next(moments)
@@ -294,8 +300,8 @@ def test_a_server_that_is_killed_in_its_start_leaves_nothing_to_the_next_one(dev
 
 
 def start_and_die(config: OffloadingConfig, device: str, moment: int) -> None:
-    """Of a forked process: start as vLLM does, the worker first. It is killed before the call of that number, or else
-    ends without a shutdown."""
+    """Start the worker and then the scheduler, as vLLM does, in a forked process. Kill the process before the system
+    call number `moment`, or end it without a shutdown."""
     calls = itertools.count()
 
     def look(frame: object, event: str, called: Any) -> None:
@@ -312,7 +318,7 @@ def start_and_die(config: OffloadingConfig, device: str, moment: int) -> None:
 
 
 def test_a_worker_that_cannot_be_built_leaves_no_shared_memory(device: str) -> None:
-    """Here one whose cache has wider blocks than vLLM said."""
+    """A worker whose cache has wider blocks than vLLM announced cannot be built, and leaves no shared memory."""
     config = offloading_config(PLAIN, extra(PLAIN, 4))
     tensor = torch.zeros(8, 2 * PLAIN.chunk_bytes, dtype=torch.int8, device=device)
     wide = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, tensor.shape[1])], [[CanonicalKVCacheRef(0, 1)]])
@@ -322,7 +328,8 @@ def test_a_worker_that_cannot_be_built_leaves_no_shared_memory(device: str) -> N
 
 
 class NoPinning:
-    """CUDA under confidential computing, for a machine without: it allocates page-locked memory, and locks no other."""
+    """A stand-in for CUDA under confidential computing. This stand-in allocates page-locked memory, but cannot lock
+    existing memory."""
 
     def __init__(self) -> None:
         self.held: dict[int, mmap.mmap] = {}
@@ -345,7 +352,7 @@ class NoPinning:
 
 @pytest.fixture
 def no_pinning(device: str, monkeypatch: pytest.MonkeyPatch) -> NoPinning:
-    """On a GPU CUDA's own call fails, and all others are made."""
+    """Make page-locking fail. On a GPU only that call of CUDA fails."""
     cuda = NoPinning()
     if device == "cuda":
         monkeypatch.setattr(CudaRegistry, "register", cuda.register)
@@ -361,7 +368,8 @@ def no_pinning(device: str, monkeypatch: pytest.MonkeyPatch) -> NoPinning:
 @pytest.mark.smoke
 @pytest.mark.parametrize("cache", [TWO_GROUPS, CHUNKED], ids=["two-groups", "chunked"])
 def test_memory_that_cannot_be_pinned_is_allocated(engines: Any, no_pinning: NoPinning, cache: Cache) -> None:
-    """The shared memory, which then holds nothing, takes none from the first transfer on."""
+    """If shared memory cannot be page-locked, the worker allocates other memory. From the first transfer on the shared
+    memory takes no space."""
     engine, per_chunk = engines(cache, extra(cache, 16)), cache.blocks_per_chunk
     blocks, keys = list(range(1, 1 + 4 * per_chunk)), [key(i) for i in range(4)]
     for block in blocks:
@@ -382,7 +390,8 @@ def test_memory_that_cannot_be_pinned_is_allocated(engines: Any, no_pinning: NoP
 def test_memory_that_cannot_be_pinned_and_has_other_users_ends_the_start(
     tmp_path: Path, device: str, no_pinning: NoPinning, others: str
 ) -> None:
-    """A disk, or workers that read what one of them stores. The error says what would do."""
+    """If the memory cannot be page-locked and has other users, the start fails. Other users of the memory are a disk,
+    or workers that read what one of them stores. The error names a remedy."""
     more = {"disk": {"path": str(tmp_path), "budget": "64MB"}} if others == "disk" else {}
     config = replace(offloading_config(PLAIN, extra(PLAIN, 4, **more)), replicated_layout=others == "workers")
     tensors = [CanonicalKVCacheTensor(torch.zeros(8, n, dtype=torch.int8, device=device), n) for n in PLAIN.widths]

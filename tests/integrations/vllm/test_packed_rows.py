@@ -40,7 +40,7 @@ TWO_GROUPS = Cache(widths=(32768, 32768, 32768), groups=((0, 1, 2), (0, 2)))
 
 
 def extra(cache: Cache, rows: int, kv_packing: str = "4", **more: Any) -> dict[str, Any]:
-    """`rows`: raw ones."""
+    """Settings of the connector. `rows`: the memory of the CPU tier, as a number of raw rows."""
     of_spec = {"spec_name": "HiCacheOffloadingSpec", "cpu_bytes_to_use": rows * cache.chunk_bytes}
     return {**of_spec, "kv_packing": kv_packing, **more}
 
@@ -58,7 +58,8 @@ def engines(device: str) -> Iterator[Any]:
 @pytest.mark.smoke
 @pytest.mark.parametrize(("kv_packing", "more"), [("off", 0), ("4", 0.25), ("3", 0.32)])
 def test_the_same_memory_holds_more_chunks(engines: Any, kv_packing: str, more: float) -> None:
-    """And all of its rows can be used. Of 32 tokens 131072 bytes get 100896, or 93728, before rows are rounded up."""
+    """The same memory holds more chunks when they are packed, and all rows are usable. 32 tokens of 131072 bytes take
+    100896, or 93728, before rows are rounded up."""
     raw = 64
     engine = engines(PLAIN, extra(PLAIN, raw, kv_packing))
     rows = engine.spec.num_chunks
@@ -75,7 +76,7 @@ def test_the_same_memory_holds_more_chunks(engines: Any, kv_packing: str, more: 
 @pytest.mark.parametrize("kv_packing", ["off", "4", "3"])
 @pytest.mark.parametrize("cache", [PLAIN, CHUNKED], ids=["plain", "chunked"])
 def test_a_worker_that_is_ready_compiles_nothing(engines: Any, cache: Cache, kv_packing: str) -> None:
-    """Chunks in any number, and ones that do not fit, find their kernels compiled."""
+    """After its start a worker compiles nothing, for any number of chunks and for chunks that do not fit."""
     with compiled_keys(page_copy, pack, zero_copy, upload) as keys:
         engine = engines(cache, extra(cache, 40, kv_packing))
         compiled, per_chunk = [*keys], cache.blocks_per_chunk
@@ -92,8 +93,9 @@ def test_a_worker_that_is_ready_compiles_nothing(engines: Any, cache: Cache, kv_
 @pytest.mark.smoke
 @pytest.mark.parametrize("cache", [PLAIN, CHUNKED, TWO_GROUPS], ids=["plain", "chunked", "two-groups"])
 def test_random_programs_keep_every_byte(engines: Any, tmp_path: Path, cache: Cache) -> None:
-    """After any sequence of stores, loads and restarts what is found has the bytes that were stored under its name.
-    With a disk everything that was stored is found, but for chunks that do not fit, which live in CPU memory."""
+    """After any sequence of stores, loads and restarts, each chunk that is found has the bytes that were stored under
+    its name. With a disk every stored chunk is found, except chunks that do not fit when packed, which are only in CPU
+    memory."""
     rng, rows, per_chunk = random.Random(len(cache.groups) + cache.blocks_per_chunk), 6, cache.blocks_per_chunk
     engine, found = engines(cache, extra(cache, rows, **disk(tmp_path))), 0
     stored: set[tuple[int, int]] = set()
@@ -148,7 +150,8 @@ def test_a_chunk_that_does_not_fit_is_served_from_memory_and_not_from_the_disk(e
 
 @pytest.mark.smoke
 def test_packed_and_raw_rows_have_stores_of_their_own(engines: Any, tmp_path: Path) -> None:
-    """So do rows of other bits. Each finds what it stored after a restart."""
+    """Packed rows, raw rows and rows with other bits each have their own store, and find their chunks there after a
+    restart."""
     for present, kv_packing in enumerate(("off", "4", "3")):
         for is_restart in (False, True):
             engine = engines(PLAIN, extra(PLAIN, 8, kv_packing, **disk(tmp_path)))
@@ -163,7 +166,8 @@ def test_packed_and_raw_rows_have_stores_of_their_own(engines: Any, tmp_path: Pa
 
 @pytest.mark.smoke
 def test_each_worker_packs_its_part_of_a_row(tmp_path: Path, device: str) -> None:
-    """A chunk of which the part of one worker does not fit is served to both, and does not reach the disk."""
+    """If one worker's part of a chunk does not fit when packed, the chunk is served to both workers, and is not written
+    to the disk."""
     config = offloading_config(PLAIN, extra(PLAIN, 16, **disk(tmp_path)))
     config = replace(config, parallel=replace(config.parallel, world_size=2, tp_size=2))
     manager = HiCacheOffloadingSpec(config).get_manager()
@@ -177,7 +181,7 @@ def test_each_worker_packs_its_part_of_a_row(tmp_path: Path, device: str) -> Non
         )
         for rank, tensors in enumerate(caches)
     ]
-    driver = Engine.__new__(Engine)  # its requests and steps, with two workers in place of one
+    driver = Engine.__new__(Engine)  # the requests and steps of `Engine`, with two workers instead of one
     driver.manager, driver.spec, driver._requests = manager, None, iter(range(99))
     context = driver.request()
     for rank, tensors in enumerate(caches):
@@ -209,7 +213,7 @@ def test_each_worker_packs_its_part_of_a_row(tmp_path: Path, device: str) -> Non
 
 
 class Layer(AttentionLayerBase):
-    """Of a model, with keys and values of 4 heads of 64 elements."""
+    """A layer of a model, with keys and values of 4 heads of 64 elements."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=dtype)
@@ -223,7 +227,8 @@ class Layer(AttentionLayerBase):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_vllm_tells_of_the_heads_of_a_layer(dtype: torch.dtype) -> None:
-    """Nothing of layers that it does not name; a layer that is none of bfloat16 ends the start of the worker."""
+    """If vLLM does not name a layer, its heads are unknown. A layer with another dtype than bfloat16 makes the start of
+    the worker fail."""
     config, caches = (
         offloading_config(PLAIN, extra(PLAIN, 64)),
         CanonicalKVCaches(
@@ -261,7 +266,8 @@ def test_what_vllm_tells_of_the_heads_of_a_layer(dtype: torch.dtype) -> None:
     ],
 )
 def test_rows_that_cannot_be_packed(change: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a number of bits that is an error which says why; with auto they stay raw."""
+    """Rows that cannot be packed are an error if a number of bits was given; the error says why. With auto such rows
+    stay raw."""
     config = offloading_config(PLAIN, extra(PLAIN, 64))
     [group] = config.groups
     parts = {
@@ -284,7 +290,7 @@ def test_rows_that_cannot_be_packed(change: dict[str, Any], named: str, monkeypa
 
 
 class CudaPlatform:
-    """vLLM's, of a machine with a GPU."""
+    """A stand-in for vLLM's platform of a machine with a GPU."""
 
     def is_cuda(self) -> bool:
         return True

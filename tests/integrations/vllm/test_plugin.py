@@ -1,4 +1,4 @@
-"""The package as it is installed: what vLLM does with it in each of its processes, unasked."""
+"""The installed package: what vLLM does with it in each of its processes without any setting."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ cost.log.debug("a line for developers")
 
 
 def test_lines_of_hicache_are_in_the_log_of_vllm(tmp_path: Path) -> None:
-    """With vLLM's format and from vLLM's level on, each line once."""
+    """Lines of hicache are in vLLM's log, with vLLM's format and log level, each line once."""
     ran = subprocess.run([sys.executable, "-c", LOGGED], cwd=tmp_path, capture_output=True, text=True, check=True)
     [line] = [line for line in (ran.stdout + ran.stderr).splitlines() if "a line" in line]
     assert " INFO " in line and line.endswith("a line of hicache")
 
 
 def test_vllm_removes_what_a_killed_server_left(tmp_path: Path) -> None:
-    """An installed package is a general plug-in of vLLM's, which removes the file of a region that no process has
-    open."""
+    """The installed package is a general plug-in of vLLM. The plug-in removes the file of a memory region that no
+    process has open."""
     pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
@@ -76,7 +76,8 @@ def test_vllm_removes_what_a_killed_server_left(tmp_path: Path) -> None:
 
 
 def test_every_plug_in_has_probes_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vLLM without a name that the connector uses is refused, by this name; the secondary tier still loads."""
+    """If vLLM lacks a name that the connector uses, the connector is refused, and the error has this name. The
+    secondary tier still loads."""
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
     from hicache.integrations import vllm as plug_ins

@@ -1,4 +1,4 @@
-"""Our eviction policies in vLLM's CPU tier: vLLM's own manager drives them."""
+"""hicache's eviction policies in vLLM's CPU tier, driven by vLLM's own manager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def manager_of(policy: str) -> CPUOffloadingManager:
 
 
 class Requests:
-    """The calls of a scheduler for each request; `check` compares the expected chunks with those of the policy."""
+    """A stand-in for the scheduler: it makes the calls for each request. `check` compares the expected chunks with
+    those of the policy."""
 
     def __init__(self, manager: CPUOffloadingManager) -> None:
         self.manager, self._num = manager, 0
@@ -38,7 +39,8 @@ class Requests:
         return context
 
     def run(self, keys: Sequence[OffloadKey], fails: bool = False) -> set[OffloadKey] | None:
-        """A request for a prompt of these chunks: what was evicted for it; None: it found no room."""
+        """Run a request for a prompt of these chunks. Returns the chunks that were evicted for it, or None if it found
+        no capacity."""
         manager, context = self.manager, self.context(keys)
         present = [chunk for chunk in keys if chunk in self.held]
         manager.prepare_load(present, context)
@@ -65,7 +67,8 @@ def prompt(first: int, length: int) -> list[OffloadKey]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("seed", range(2))
 def test_lru_evicts_what_theirs_does(seed: int) -> None:
-    """Over random prompts of shared and own chunks, failed stores and resets."""
+    """hicache's LRU evicts the same chunks as vLLM's, over random prompts of shared and own chunks, failed stores and
+    resets."""
     rng = random.Random(seed)
     ours, theirs = Requests(manager_of("LRUPolicy")), Requests(manager_of("lru"))
     for _ in range(400):
@@ -80,7 +83,7 @@ def test_lru_evicts_what_theirs_does(seed: int) -> None:
 
 @pytest.mark.parametrize("policy", ["LRUPolicy", "LFUPolicy", "SLRUPolicy"])
 def test_a_suffix_goes_before_its_prefix(policy: str) -> None:
-    """A prefix alone is of use, a suffix alone is not."""
+    """The last chunk of a prompt is evicted first, because a suffix without its prefix is useless."""
     requests = Requests(manager_of(policy))
     chunks = prompt(1, NUM_CHUNKS)
     requests.run(chunks)
@@ -90,7 +93,8 @@ def test_a_suffix_goes_before_its_prefix(policy: str) -> None:
 
 @pytest.mark.parametrize(("policy", "survives"), [("LRUPolicy", False), ("LFUPolicy", True), ("SLRUPolicy", True)])
 def test_what_is_shared_survives_prompts_that_come_once(policy: str, survives: bool) -> None:
-    """A system prompt that two requests used, then many prompts that are requested once: LRU evicts it."""
+    """Two requests use a system prompt; then many prompts are requested once. LRU evicts the system prompt, other
+    policies keep it."""
     requests = Requests(manager_of(policy))
     shared = prompt(1, 4)
     for _ in range(2):
@@ -101,7 +105,7 @@ def test_what_is_shared_survives_prompts_that_come_once(policy: str, survives: b
 
 
 def test_a_pinned_or_protected_chunk_is_never_evicted() -> None:
-    """Where that leaves too few, nothing is evicted at all."""
+    """Pinned and protected chunks are not evicted. If too few other chunks are left, nothing is evicted."""
     requests = Requests(manager_of("SLRUPolicy"))
     requests.run(prompt(1, 10))
     context = requests.context(prompt(1, 10))
@@ -116,8 +120,9 @@ def test_a_pinned_or_protected_chunk_is_never_evicted() -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("policy", ["LRUPolicy", "SLRUPolicy", "ARCPolicy"])
 def test_what_the_gpu_also_has_is_evicted_first(policy: str) -> None:
-    """The newest flag first, and no more chunks than are needed. A flag that the GPU contradicts is ignored; a chunk
-    that the GPU evicts loses its flag and is as recent as a new one."""
+    """Chunks that the GPU also has are evicted first, the most recently flagged first, and no more than needed. A flag
+    that the GPU contradicts is ignored. If the GPU evicts a chunk, the chunk loses its flag and is as recent as a new
+    one."""
     requests = Requests(manager_of(policy))
     copies, chunks = requests.manager._policy.copies, prompt(1, NUM_CHUNKS)
     requests.run(chunks)

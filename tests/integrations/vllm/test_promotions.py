@@ -1,4 +1,4 @@
-"""Chunks that come from the disk into vLLM's CPU tier while their request waits for them."""
+"""Chunks that are read from the disk into vLLM's CPU tier while their request waits for them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vllm_tier_case import Scheduler, key, place, scheduler
 from waiting import eventually
 
 ROWS = 8
-# vLLM's own policies are in lower case.
-OURS = ["LRUPolicy", "ARCPolicy"]  # one of each implementation
+# Names of vLLM's own policies are in lower case.
+OURS = ["LRUPolicy", "ARCPolicy"]  # one policy of each of our two classes
 PROMPT = [key(number) for number in range(4)]
 OTHERS = [key(100 + number) for number in range(ROWS)]
 FRESH = [key(200 + number) for number in range(ROWS)]
@@ -31,10 +31,11 @@ FRESH = [key(200 + number) for number in range(ROWS)]
 
 @contextlib.contextmanager
 def only_on_disk(path: Path, policy: str, chunks: Sequence[OffloadKey]) -> Iterator[Scheduler]:
-    """A server whose disk alone holds the chunks: every row of its CPU tier has another, which two requests used."""
+    """A server whose chunks are only on the disk. Every row of its CPU tier has another chunk, which two requests have
+    used."""
     ours = {"cache_policy_module_path": "hicache.integrations.vllm"} if policy in OURS else {}
     extra = {"eviction_policy": policy, **ours}
-    # So slow that every load pays, and waiting for rows too, however long it takes here.
+    # At this speed every load pays, and so does every wait for rows, however slow this machine is.
     with scheduler(path, num_chunks=ROWS, extra=extra, prefill_tokens_per_s=1e-3) as server:
         for chunk in chunks:
             server.store([chunk])
@@ -45,7 +46,7 @@ def only_on_disk(path: Path, policy: str, chunks: Sequence[OffloadKey]) -> Itera
 
 
 def longest_prefix(server: Scheduler, chunks: Sequence[OffloadKey], context: ReqContext) -> int:
-    """The hits of vLLM's prefix lookup: up to the first miss, as soon as nothing is pending."""
+    """The hits of vLLM's prefix lookup: the chunks before the first miss, when no lookup is pending."""
     place(chunks, context)
     hits = 0
 
@@ -64,6 +65,15 @@ def longest_prefix(server: Scheduler, chunks: Sequence[OffloadKey], context: Req
     return hits
 
 
+@contextlib.contextmanager
+def answered(server: Scheduler, chunks: Sequence[OffloadKey]) -> Iterator[None]:
+    """The disk has answered the look-ups of these chunks, and no request loads them yet."""
+    (tier,) = server.tiers
+    with server.request() as first:
+        server.until(lambda: {tier.lookup(chunk, first) for chunk in chunks} == {LookupResult.HIT})
+        yield
+
+
 def reads_of(context: ReqContext) -> list[int]:
     promotions = context.get_state(Promotions)
     assert promotions is not None
@@ -73,8 +83,8 @@ def reads_of(context: ReqContext) -> list[int]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
 def test_what_a_waiting_request_brought_up_stays_until_it_is_scheduled(tmp_path: Path, policy: str) -> None:
-    """Each chunk is read once, although the request looks up one more chunk per step, and other requests use their
-    chunks."""
+    """Chunks that were read for a waiting request stay until it is scheduled. Each chunk is read once, although the
+    request looks up one more chunk in each step, and other requests use their chunks."""
     with only_on_disk(tmp_path, policy, PROMPT) as server, server.request() as waiting:
         for n in range(1, len(PROMPT) + 1):
             assert server.lookup(PROMPT[:n], waiting) == [True] * n
@@ -96,7 +106,8 @@ def test_what_a_request_brought_up_is_evicted_when_it_is_aborted(tmp_path: Path,
 
 @pytest.mark.parametrize("policy", [*OURS, "lru", "arc"])
 def test_a_prompt_longer_than_the_cpu_tier_waits_for_a_bounded_number_of_reads(tmp_path: Path, policy: str) -> None:
-    """With our policies it hits as far as the CPU tier reaches, and nothing is read twice."""
+    """A prompt longer than the CPU tier waits for a bounded number of reads. With hicache's policies its hit is as long
+    as the CPU tier, and nothing is read twice."""
     chunks = [key(number) for number in range(ROWS + 4)]
     with only_on_disk(tmp_path, policy, chunks) as server:
         with server.request() as waiting:
@@ -110,17 +121,23 @@ def test_a_prompt_longer_than_the_cpu_tier_waits_for_a_bounded_number_of_reads(t
 @pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
 def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy: str) -> None:
-    """Twelve requests arrive together, and the CPU tier has capacity for zero, one or two prompts more. Each request
-    hits all chunks of the disk, in the order of arrival. Each chunk is read once, and waiting requests take no rows."""
+    """Twelve requests wait together, and the CPU tier has capacity for up to two more prompts. Each request hits all
+    its chunks of the disk, in the order of arrival. Each chunk is read once, and waiting requests take no rows."""
     lengths = [6, 3, 4] * 4
     prompts = [[key(1000 * (n + 1) + i) for i in range(length)] for n, length in enumerate(lengths)]
     with only_on_disk(tmp_path, policy, [chunk for chunks in prompts for chunk in chunks]) as server:
         with contextlib.ExitStack() as opened:
             waiting = [(opened.enter_context(server.request()), chunks) for chunks in prompts]
             served: list[ReqContext] = []
+            # A request whose look-up is answered earlier gets its rows earlier. So all answers are there before the
+            # first request asks.
+            with answered(server, [chunk for chunks in prompts for chunk in chunks]):
+                assert [server.ask(chunks, request) for request, chunks in waiting] == [None] * len(waiting)
+                server.step()
 
             def step() -> bool:
-                """All waiting requests look up their chunks; the GPU runs one of the complete ones."""
+                """Look up the chunks of all waiting requests; the GPU runs the first request that has all its
+                chunks."""
                 answers = [(request, server.ask(chunks, request)) for request, chunks in waiting]
                 ready = [(request, found) for request, found in answers if found is not None]
                 assert all(all(found) for _, found in ready)
@@ -138,7 +155,8 @@ def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy:
 @pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
 def test_nobody_waits_for_rows_that_nothing_gives_free(tmp_path: Path, policy: str) -> None:
-    """The GPU reads from six of eight rows, and nothing else is under way: what there is is used."""
+    """The GPU reads from six of eight rows, and no other copy is in flight. A request does not wait for more rows: it
+    uses the two rows that are free."""
     with only_on_disk(tmp_path, policy, PROMPT) as server, server.request() as other, server.request() as waiting:
         server.manager.prepare_load(OTHERS[:6], other)
         assert longest_prefix(server, PROMPT, waiting) == 2
@@ -153,7 +171,7 @@ def test_what_the_cpu_tier_had_of_a_prompt_stays_while_the_rest_is_read(tmp_path
             assert server.lookup([*OTHERS[:3], *rest], waiting) == [True] * 5
         with server.request() as other:
             assert server.manager.prepare_store(FRESH[:2], other) is None
-            server.step(one.req_id)  # which gives two rows free
+            server.step(one.req_id)  # this step frees two rows
             assert server.manager.prepare_store(FRESH[:4], other) is None
         server.step(two.req_id)
         server.store(FRESH)
@@ -161,7 +179,8 @@ def test_what_the_cpu_tier_had_of_a_prompt_stays_while_the_rest_is_read(tmp_path
 
 @pytest.mark.parametrize("policy", OURS)
 def test_what_nobody_waits_for_is_forgotten_though_nothing_is_evicted(tmp_path: Path, policy: str) -> None:
-    """Request after request, in a CPU tier that has room for all."""
+    """One request after the other reads a chunk, in a CPU tier that has capacity for all. The policy forgets chunks for
+    which no request waits."""
     with only_on_disk(tmp_path, policy, PROMPT) as server:
         server.reset()
         for chunk in PROMPT:
@@ -175,8 +194,8 @@ def test_what_nobody_waits_for_is_forgotten_though_nothing_is_evicted(tmp_path: 
 def test_many_requests_of_one_prefix_cause_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Fifty come at once, and fifty more while the chunks are on their way: every request finds them, each chunk was
-    read once, and all in one job."""
+    """Fifty requests arrive together, and fifty more while the chunks are being read. Every request finds the chunks;
+    each chunk is read once, and all in one job."""
     read: list[bytes] = []
     jobs: list[int] = []
     get_into, submit_load = LmdbPageStore.get_into, HiCacheTier.submit_load

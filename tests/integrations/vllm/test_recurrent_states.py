@@ -1,4 +1,4 @@
-"""Stores of models with recurrent layers, under the scheduler of vLLM's connector."""
+"""Stores of models with recurrent layers, with the scheduler of vLLM's connector."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HYBRID = Cache(widths=(4096,), groups=((0,), (0,)))
 
 @pytest.fixture(autouse=True)
 def own_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has its own when a test begins and ends."""
+    """Restore vLLM's own constructor before and after a test."""
     monkeypatch.setattr(OffloadingConnectorScheduler, "__init__", INIT)
 
 
 def stores_of(folder: Path, states: torch.dtype) -> set[str]:
-    """The stores in `folder` after a server whose states have this dtype has started there and ended."""
+    """Start and end a server whose states have this dtype; returns the names of the stores in `folder`."""
     extra = {"cpu_bytes_to_use": 8 * HYBRID.chunk_bytes, "disk": {"path": str(folder), "budget": "64MB"}}
     attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
     shapes, dtypes = ((3, 16), (2, 8, 8)), (torch.bfloat16, states)
@@ -41,7 +41,7 @@ def stores_of(folder: Path, states: torch.dtype) -> set[str]:
 
 @pytest.mark.smoke
 def test_states_of_other_dtypes_have_a_store_of_their_own(tmp_path: Path) -> None:
-    """vLLM pads states to the size of an attention block, so the chunks of all dtypes have one size. A server with the
-    dtype of an earlier one finds that one's store."""
+    """States of each dtype have their own store. vLLM pads states to the size of an attention block, so the chunks of
+    all dtypes have equal sizes. A server with the dtype of an earlier one uses the same store."""
     found = [stores_of(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32)]
     assert [len(stores) for stores in found] == [1, 2, 3, 3]

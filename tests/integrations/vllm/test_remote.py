@@ -1,4 +1,5 @@
-"""The secondary tier with a remote store under vLLM's own tiering manager: machines as disks over one shared folder."""
+"""The secondary tier with a remote store under vLLM's own tiering manager. Disks over one shared folder stand for
+machines."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ CHUNKS = [key(number) for number in range(20)]
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A shared folder."""
+    """The URL of a shared folder."""
     (tmp_path / "shared").mkdir()
     return f"dir://{tmp_path / 'shared'}"
 
 
 @contextlib.contextmanager
 def node(path: Path | str, url: str, backup: str = "all", **settings: Any) -> Iterator[Scheduler]:
-    """A server of one machine. `path`: its disk; "" for none."""
+    """A server of one machine. `path`: its disk; "" for a server without a disk."""
     settings.setdefault("salt", "these weights")
     with scheduler(path, remote={"url": url, "backup": backup}, **settings) as server:  # type: ignore[arg-type]
         yield server
@@ -50,15 +51,16 @@ def until_shared(server: Scheduler, url: str, num_pages: int) -> None:
 
 
 def loads(server: Scheduler, expected: Sequence[bool] = (True,) * 20) -> None:
-    """The chunks are loaded with the bytes that another server stored. On a busy machine the remote store may answer
-    too late first."""
+    """Check that the chunks are loaded with the bytes that another server stored. On a busy machine the remote store
+    may at first answer too late."""
     eventually(lambda: server.reset() or server.load(CHUNKS) == [*expected], server.tiers[0].metrics.snapshot)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("mode", ["in threads", pytest.param("in processes", marks=pytest.mark.store_process)])
 def test_a_chunk_of_another_machine_is_loaded_and_kept_on_the_disk(tmp_path: Path, url: str, mode: str) -> None:
-    """Then the disk serves it without the remote store."""
+    """A chunk that another machine stored is loaded and kept on the disk. Then the disk serves it without the remote
+    store."""
     with node(tmp_path / "a", url) as first:
         first.store(CHUNKS)
         until_shared(first, url, 20)
@@ -73,7 +75,8 @@ def test_a_chunk_of_another_machine_is_loaded_and_kept_on_the_disk(tmp_path: Pat
 
 @pytest.mark.smoke
 def test_a_server_without_a_disk_shares_chunks(tmp_path: Path, url: str) -> None:
-    """Its stores pin a quarter of the rows. With `backup` none it only reads."""
+    """A server without a disk shares chunks through the remote store. The server's stores pin at most a quarter of the
+    rows. With `backup` none it only reads."""
     with node("", url) as first:
         assert first.tiers[0]._max_waiting_bytes == first.rows.nbytes // 4
         for start in range(0, 20, 4):
@@ -89,8 +92,8 @@ def test_a_server_without_a_disk_shares_chunks(tmp_path: Path, url: str) -> None
 def test_release_path_and_by_choice_the_device_do_not_divide_machines(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same weights in two folders, under two releases: chunks are shared on the disk and beyond. Other weights, and
-    another kind of device unless the setting allows it, share none."""
+    """The same weights in two folders, under two releases, share chunks on the disk and in the remote store. Servers of
+    other weights share no chunk. Servers on another kind of device share no chunk unless the setting allows it."""
     for name in ("models", "data"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -120,9 +123,9 @@ def test_weights_that_cannot_be_read_need_a_salt(tmp_path: Path, url: str) -> No
 
 @pytest.mark.smoke
 def test_used_and_costly_chunks_are_copied(tmp_path: Path, url: str) -> None:
-    """Of a prompt that takes longer than a second to compute, at once; of another one, after a request has loaded
-    it."""
-    per_s = CHUNK_TOKENS * 5  # so that 20 chunks take 4 seconds, and 4 chunks less than one
+    """The chunks of a prompt that takes longer than a second to compute are copied at once. The chunks of another
+    prompt are copied after a request has loaded them."""
+    per_s = CHUNK_TOKENS * 5  # so computing 20 chunks takes 4 seconds, and 4 chunks less than one
     with node(tmp_path / "a", url, "used", prefill_tokens_per_s=per_s) as server:
         server.store(CHUNKS[:4])
         server.reset()
@@ -137,7 +140,7 @@ def test_used_and_costly_chunks_are_copied(tmp_path: Path, url: str) -> None:
 def test_a_chunk_that_is_gone_when_it_is_read_is_a_miss(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another machine may remove pages between look-up and read."""
+    """A chunk that another machine removes between look-up and read is a miss."""
     with node(tmp_path / "a", url) as first:
         first.store(CHUNKS)
         until_shared(first, url, 20)
@@ -154,8 +157,9 @@ def test_a_chunk_that_is_gone_when_it_is_read_is_a_miss(
 def test_a_remote_store_that_hangs_delays_a_request_by_a_quarter_of_computing(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """In the look-up, and in the read: then the request computes, and its rows are free, though the call of the store
-    has not returned. Bytes that it reads later reach no row."""
+    """The remote store hangs, in the look-up or in the read. After a quarter of the time for computing, the request
+    computes, and its rows are free, although the store's call has not returned. Bytes that this call reads later reach
+    no row."""
     with node(tmp_path / "a", url) as first:
         first.store(CHUNKS)
         until_shared(first, url, 20)
@@ -171,7 +175,7 @@ def test_a_remote_store_that_hangs_delays_a_request_by_a_quarter_of_computing(
 
         return call
 
-    # 20 chunks take 4 seconds
+    # Computing 20 chunks takes 4 seconds.
     with node(tmp_path / "b", url, prefill_tokens_per_s=CHUNK_TOKENS * 5) as second:
         with monkeypatch.context() as patched, second.request() as context:
             patched.setattr(DirPageStore, "get_into", hanging("get_into"))

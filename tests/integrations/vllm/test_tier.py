@@ -1,4 +1,4 @@
-"""The secondary tier under vLLM's own tiering manager, CPU tier and factory: its scheduler without a model."""
+"""The secondary tier under vLLM's own tiering manager, CPU tier and factory. The scheduler runs without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ CHUNKS = [key(number) for number in range(20)]
 
 
 class Gate:
-    """Calls of a method of the store wait while it is closed. `inside`: those that have begun and not ended."""
+    """A gate that blocks calls of a method of the store while it is closed. `inside`: number of calls that have begun
+    and not ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self.open = threading.Event()
@@ -48,8 +49,8 @@ class Gate:
 @pytest.mark.smoke
 @pytest.mark.parametrize("mode", ["in threads", pytest.param("in processes", marks=pytest.mark.store_process)])
 def test_bytes_that_went_down_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    """After the CPU tier was reset, and in a second server; a chunk that was never stored is a miss. In the end vLLM
-    can unmap its CPU tier."""
+    """Stored chunks are loaded with the same bytes after a reset of the CPU tier, and in a second server. A chunk that
+    was never stored is a miss. In the end vLLM can unmap its CPU tier."""
     with scheduler(tmp_path) as first:
         first.store(CHUNKS)
         first.reset()
@@ -79,7 +80,8 @@ def _changed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.smoke
 def test_the_memory_of_the_cpu_tier_has_no_name_once_the_tier_is_there(tmp_path: Path) -> None:
-    """All workers have mapped it by then. The files of a killed server are removed, and the tier works."""
+    """When the tier is open, all workers have mapped the memory of the CPU tier, and its file is removed. The files of
+    a killed server are removed too, and the tier works."""
     left = Path(f"/dev/shm/vllm_offload_{uuid.uuid4().hex}.mmap")
     left.write_bytes(b"left")
     with scheduler(tmp_path) as opened:
@@ -92,7 +94,8 @@ def test_the_memory_of_the_cpu_tier_has_no_name_once_the_tier_is_there(tmp_path:
 
 @pytest.mark.smoke
 def test_servers_that_differ_see_nothing_of_each_other(tmp_path: Path) -> None:
-    """On one folder, whatever differs, also where only the weights behind a name do."""
+    """Servers that differ in any setting, or only in the weights under one model name, find no pages of each other in
+    one folder."""
     pages = tmp_path / "pages"
     with scheduler(pages) as first:
         first.store(CHUNKS)
@@ -113,8 +116,8 @@ def test_servers_that_differ_see_nothing_of_each_other(tmp_path: Path) -> None:
 def test_failures_and_delays_cost_hits_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, seed: int
 ) -> None:
-    """A store that fails, lies in pieces or is slow, at random: what is served are the right bytes, every job ends, and
-    no row stays pinned."""
+    """If a store randomly fails, loses pages or is slow, all loaded bytes are right, every job ends, and no row stays
+    pinned."""
     rng = random.Random(seed)
 
     def faulty(original: Any) -> Any:
@@ -153,7 +156,8 @@ def test_failures_and_delays_cost_hits_and_nothing_else(
 def test_a_load_that_fails_is_not_tried_again_by_the_same_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be found again each step, and its request would never run. Chunks that were read before are kept."""
+    """A request does not retry a failed load, because it would find the chunk in each step and never run. Chunks that
+    were read before are kept."""
     with scheduler(tmp_path) as server:
         server.store(CHUNKS)
         server.reset()
@@ -170,7 +174,7 @@ def test_a_load_that_fails_is_not_tried_again_by_the_same_request(
 
 @pytest.mark.smoke
 def test_rows_are_kept_while_a_thread_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """A read that stalls keeps its job open, other requests are answered, and a reset waits for its end."""
+    """While a read stalls, its job stays open, other requests are answered, and a reset waits for its end."""
     gate = Gate(monkeypatch, "get_into")
     with scheduler(tmp_path) as server:
         server.store(CHUNKS)
@@ -181,7 +185,7 @@ def test_rows_are_kept_while_a_thread_uses_them(tmp_path: Path, monkeypatch: pyt
             clock.now_s += 2 * LIMITS.io_timeout_s
             assert server.load([key(77)]) == [False]
             assert server.manager.has_pending_work()
-            with monkeypatch.context() as patched:  # the thread goes on when the reset waits for it
+            with monkeypatch.context() as patched:  # the stalled thread continues when the reset waits for it
                 patched.setattr(StoreTier, "wait", lambda tier, seconds: gate.open.set())
                 server.reset()
             assert gate.inside == 0 and not server.manager.has_pending_work()
@@ -189,7 +193,8 @@ def test_rows_are_kept_while_a_thread_uses_them(tmp_path: Path, monkeypatch: pyt
 
 
 def test_stores_that_wait_pin_three_quarters_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of vLLM's CPU tier stays usable while the disk is slow."""
+    """Stores that wait for a slow disk pin at most three quarters of the rows. The other rows of vLLM's CPU tier stay
+    usable."""
     gate = Gate(monkeypatch, "put")
     with scheduler(tmp_path) as server:
         gate.open.clear()
@@ -205,19 +210,20 @@ def test_stores_that_wait_pin_three_quarters_of_the_rows(tmp_path: Path, monkeyp
 
 
 def test_hashes_that_change_with_the_process_are_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of xxhash are short; the log names the remedy, once."""
+    """Hashes that differ in each process, like those of xxhash, are not stored. Hashes of xxhash are short. The log
+    names the remedy once."""
     short = [key(number, hash_bytes=16) for number in range(4)]
     with scheduler(tmp_path) as server:
         server.store(short)
         server.reset()
         assert server.load(short) == [False] * 4
     remedy = "--prefix-caching-hash-algo sha256"
-    [_] = {record for record in caplog.records if remedy in record.message}  # each is seen at two loggers
+    [_] = {record for record in caplog.records if remedy in record.message}  # two loggers report each record
 
 
 @pytest.mark.smoke
 def test_a_full_disk_damage_and_another_writer_cost_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM goes on with its CPU tier."""
+    """With a full disk, a damaged store, or a store that another process has open, vLLM continues with its CPU tier."""
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

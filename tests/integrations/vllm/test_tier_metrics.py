@@ -1,4 +1,5 @@
-"""The tier's metrics in vLLM's own endpoint: by vLLM's classes, from its manager to the text that is scraped."""
+"""The tier's metrics in vLLM's own endpoint: vLLM's classes process them, from its manager to the text for
+Prometheus."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from alert_case import metrics_of_plug_ins
 from disk_case import Clock
-from hicache.integrations.vllm.tier_metrics import TierMetrics
+from hicache.integrations.vllm.manager import miss_metrics
+from hicache.integrations.vllm.tier_metrics import TierMetrics, metric_definitions
 from hicache.metrics import Metrics
 from vllm_tier_case import ROW_BYTES, key, scheduler
 
@@ -25,7 +29,7 @@ CHUNKS = [key(number) for number in range(20)]
 
 
 class Endpoint:
-    """vLLM's front end for a connector of this configuration."""
+    """A stand-in for vLLM's front end, for a connector of this configuration."""
 
     def __init__(self, extra: dict[str, Any]) -> None:
         given = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
@@ -34,7 +38,7 @@ class Endpoint:
         self._metrics = OffloadPromMetrics(vllm_config, kinds, ["engine"], {0: ["0"]})
 
     def observe(self, stats: OffloadingConnectorStats | None) -> None:
-        """A message between the processes of vLLM after a step."""
+        """Process the message that vLLM's processes exchange after a step."""
         if stats is not None:
             self._metrics.observe(stats.data)
 
@@ -52,7 +56,8 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
 
 @pytest.mark.smoke
 def test_the_endpoint_says_what_the_disk_and_its_gate_did(tmp_path: Path, endpoint: Endpoint, clock: Clock) -> None:
-    """Pages, bytes, budget, hits and decisions, each as it is; counters count everything once."""
+    """The endpoint has the right pages, bytes, budget, hits and decisions. The counters of the endpoint count every
+    event once."""
     with scheduler(tmp_path, budget="2MB", readers=1, prefill_tokens_per_s=1e9) as server:
 
         def reported(name: str, **labels: str) -> float | None:
@@ -74,7 +79,7 @@ def test_the_endpoint_says_what_the_disk_and_its_gate_did(tmp_path: Path, endpoi
         server.reset()
         for _ in range(3):
             assert reported("disk_hit_pages_total") == 20
-        server.tiers[0].gate.read(1, 1e6)  # a disk that takes days for a page
+        server.tiers[0].gate.read(1, 1e6)  # a disk that takes days to read a page
         for _ in range(2):
             assert server.load(CHUNKS) == [False] * 20
         decisions = {
@@ -84,8 +89,19 @@ def test_the_endpoint_says_what_the_disk_and_its_gate_did(tmp_path: Path, endpoi
         assert reported("disk_breaker_state", direction="read") == 0
 
 
+@pytest.mark.smoke
+def test_the_alerts_read_metrics_that_exist() -> None:
+    """The plug-ins declare every metric that an alert reads under vLLM. The name of a counter ends with `_total`."""
+    declared = metric_definitions() | miss_metrics()
+    names = {
+        f"{name}_total" if isinstance(about, OffloadingCounterMetadata) else name for name, about in declared.items()
+    }
+    read = metrics_of_plug_ins("vllm")
+    assert "vllm:hicache_disk_process_state" in read and read <= names
+
+
 def test_a_store_that_begins_to_count_again_is_counted_on(endpoint: Endpoint, clock: Clock) -> None:
-    """A counter of vLLM never falls, though that of a process that was started again does."""
+    """If a store process restarts, its counters begin at 0. vLLM's counters still never decrease."""
     counts, metrics = iter([5.0, 2.0, 2.0]), Metrics()
     metrics.read_from({"disk.hit_pages": ("counter", "hits")}, lambda: {"disk.hit_pages": next(counts)})
     tier = TierMetrics(metrics, "here", clock)

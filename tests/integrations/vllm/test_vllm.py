@@ -1,4 +1,4 @@
-"""vLLM itself serves a tiny random model over our tiers: cached tokens by its own count, and the same output."""
+"""vLLM serves a tiny random model over hicache's tiers, with cached tokens by its own count and the same output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-# To import them needs the processor that this variant is made for.
+# These modules can only be imported on the kind of processor for which this vLLM was built.
 if not any(map(importlib.util.find_spec, ("vllm._C", "vllm._C_stable_libtorch"))):
     pytest.skip("needs vLLM's compiled parts", allow_module_level=True)
 
@@ -27,7 +27,7 @@ from hicache.storage import describe
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "vllm"
 CACHED = vllm_server.PROMPT_TOKENS // 32 * 32
 CHUNK_BYTES = 32 * 4 * 2 * 2 * 64 * 4  # 4 layers, keys and values of 2 heads of 64 elements in float32
-LITTLE_CHUNKS = 8  # a prompt has 37
+LITTLE_CHUNKS = 8  # chunks of the CPU tier; a prompt has 37
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -46,16 +46,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Served(NamedTuple):
-    """The output of one vllm_server process, and its log."""
+    """The output of one process of vllm_server, and its log."""
 
-    cached: list[list[int]]  # tokens, for each run a number a prompt
-    outputs: list[list[int]]  # for each prompt the tokens, which are the same in all runs
+    cached: list[list[int]]  # cached tokens by run and prompt
+    outputs: list[list[int]]  # tokens of the answers by prompt, equal in all runs
     stored: list[vllm_server.Checksums]
     given: list[vllm_server.Checksums]
     together: list[int]
     loaded: int
     preemptions: int
-    external: int  # tokens that the connector gave
+    external: int  # tokens that the connector loaded
     metrics: dict[str, float]
     log: str
 
@@ -67,7 +67,7 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
         input=json.dumps(task),
         capture_output=True,
         text=True,
-        cwd=model,  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
+        cwd=model,  # vLLM starts programs with `-m`, which would find kernels/ of a checkout
         env={**os.environ, **ENVIRONMENT, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {})},
         check=False,
     )
@@ -87,8 +87,8 @@ CONNECTORS = pytest.mark.parametrize("connector", [{}, {"connector": "HiCacheCon
 
 
 def tiering(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The connector's configuration for vLLM's CPU tier and ours."""
-    # A tiny model computes faster than a disk answers.
+    """The connector's configuration for vLLM's CPU tier and hicache's tiers."""
+    # A tiny model computes faster than a disk answers, so the configuration makes every load pay.
     ours = {"type": "RecordingTier", "module_path": "vllm_server", "prefill_tokens_per_s": 0}
     secondary = [{**ours, **tier} for tier in tiers]
     of_spec = {"spec_name": "CPUTieringSpec", "spec_module_path": vllm_worker.__name__, "cpu_bytes_to_use": 64 << 20}
@@ -96,7 +96,7 @@ def tiering(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def are_bytes_of(given: vllm_server.Checksums, stored: vllm_server.Checksums) -> bool:
-    """Whether each chunk came back with bytes that it was stored with."""
+    """Whether each chunk was loaded with bytes with which it was stored."""
     return all(set(checksums) <= set(stored[key]) for key, checksums in given.items())
 
 
@@ -107,7 +107,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def first(model: str, pages: dict[str, str]) -> Served:
-    """A server whose tier begins to fail."""
+    """A server whose tier fails from some step on."""
     steps = ["run", "reset", "run", "faults", *["reset", "run"] * 3]
     policy = {"eviction_policy": "SLRUPolicy", "cache_policy_module_path": "hicache.integrations.vllm"}
     return serve(model, tiering(pages, **policy), steps)
@@ -115,8 +115,8 @@ def first(model: str, pages: dict[str, str]) -> Served:
 
 @pytest.mark.smoke
 def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pages: dict[str, str]) -> None:
-    """Tokens that were computed once are not computed again, by vLLM's own count; no fault of the tier changes a
-    token."""
+    """By vLLM's own count, tokens that were computed once are not computed again. No fault of the tier changes an
+    output token."""
     assert first.cached[:2] == [[0, 0], [CACHED, CACHED]]
     assert sum(map(sum, first.cached[2:])) > 0
     assert are_bytes_of(first.given[0], first.stored[0])
@@ -129,9 +129,9 @@ def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pag
 def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
     model: str, first: Served, pages: dict[str, str], tmp_path: Path
 ) -> None:
-    """Four tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first server's. Eight
-    requests at once that share a prefix cause one read of each chunk and one load. Another dtype and block size on its
-    path share nothing with it."""
+    """The server has four tiers: a damaged one, one with its own key, one that is too small for a prompt, and the tier
+    of the first server. Eight requests at once that share a prefix cause one read and one load of each chunk. A server
+    with another dtype and block size on the same path shares no chunk."""
     [folder] = Path(pages["path"]).iterdir()
     shutil.copytree(folder, tmp_path / "damaged" / folder.name)
     data = tmp_path / "damaged" / folder.name / "store.json"
@@ -159,9 +159,9 @@ def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
 
 @CONNECTORS
 def test_two_workers_over_our_cpu_tier_and_disk(model: str, connector: dict[str, str], tmp_path: Path) -> None:
-    """With the OffloadingSpec, each worker a process. After the prefix cache was emptied tokens come from the CPU tier,
-    after a restart from the disk, also through a CPU tier that is smaller than a prompt, as far as it reaches. The
-    processes leave no shared memory."""
+    """With the OffloadingSpec each worker is a process. After the prefix cache was emptied, tokens are loaded from the
+    CPU tier. After a restart they are loaded from the disk, also through a CPU tier that is smaller than a prompt, up
+    to its size. The processes leave no shared memory."""
     workers = 1 if torch.cuda.device_count() == 1 else 2
     llm = {
         "tensor_parallel_size": workers,
@@ -193,15 +193,16 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, connector: dict[str,
 
 
 def test_prompts_that_wait_for_rows_of_each_other_are_served(model: str, tmp_path: Path) -> None:
-    """Six come at once after a restart, in a CPU tier that has room for one: each is loaded whole, one behind the
-    other. Where it has room for a part of one, that part is loaded and the rest computed. The tokens are the same."""
+    """Six requests arrive together after a restart, in a CPU tier with capacity for one prompt. All chunks of each
+    prompt are loaded, one prompt after the other. If the tier only has capacity for a part of a prompt, this part is
+    loaded and the rest computed. The output tokens are the same."""
 
     def served(steps: list[str], cpu_bytes: int) -> Served:
         extra = {
             "spec_name": "HiCacheOffloadingSpec",
             "spec_module_path": "hicache.integrations.vllm",
             "cpu_bytes_to_use": cpu_bytes,
-            # So slow that every load pays, and waiting for rows too, however long it takes here.
+            # At this speed every load pays, and so does every wait for rows, however slow this machine is.
             "disk": {"path": str(tmp_path), "budget": "256MB", "prefill_tokens_per_s": 1e-3},
         }
         llm = {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
@@ -219,8 +220,9 @@ def test_prompts_that_wait_for_rows_of_each_other_are_served(model: str, tmp_pat
     "connector", [{}, pytest.param({"connector": "HiCacheConnector"}, marks=pytest.mark.smoke)], ids=["vllm", "hicache"]
 )
 def test_blocks_of_a_preempted_step_are_neither_hit_nor_stored(model: str, connector: dict[str, str]) -> None:
-    """A request with low priority is scheduled and preempted in the same step: its new blocks have hashes and were not
-    computed. Its tokens, and those of the same prompt from the CPU tier, are the tokens of a run without caches."""
+    """A request with low priority is scheduled and preempted in the same step, so its new blocks have hashes but were
+    not computed. The output tokens of the preempted request, and those of the same prompt from the CPU tier, are the
+    tokens of a run without caches."""
     extra = {
         "spec_name": "HiCacheOffloadingSpec",
         "spec_module_path": "hicache.integrations.vllm",
@@ -243,9 +245,9 @@ def test_blocks_of_a_preempted_step_are_neither_hit_nor_stored(model: str, conne
 
 
 def test_packed_rows_serve_the_same_tokens(model: str, tmp_path: Path) -> None:
-    """In bfloat16, after the prefix cache was emptied and after a restart. The same memory holds a fourth more chunks.
-    Some chunks of this model do not fit 4 bits: these come from memory, and not from the disk. All fit 3 bits, where
-    more may escape."""
+    """Packed bfloat16 rows give the same tokens after the prefix cache was emptied and after a restart. The same memory
+    holds a fourth more chunks. Some chunks of this model do not fit 4 bits, and are only in memory, not on the disk.
+    All chunks fit 3 bits, which allow more escapes."""
 
     def served(kv_packing: str, steps: list[str]) -> tuple[Served, int]:
         extra = {
@@ -330,8 +332,8 @@ def test_other_caches_than_of_keys_and_values(
         "additional_config": {"gdn_prefill_backend": "triton"},
     }
     if torch.cuda.is_available():
-        llm |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}  # while other tests run
-    # Where a GPU computes a prompt as a whole it rounds otherwise than behind a cached prefix.
+        llm |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}  # leaves memory for other tests
+    # If a GPU computes a prompt at once, it rounds differently than after a cached prefix.
     computed = "warm" if torch.cuda.is_available() else "run each"
     one = serve(str(model), extra, [computed, "run each", "others", "run each"], llm=llm, **connector)
     *_, own, cached = one.cached

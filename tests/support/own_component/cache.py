@@ -1,8 +1,8 @@
-"""A component of one's own in the engine: the last hidden state at the end of a cached prefix.
+"""A custom component of the engine: it caches the hidden state of the last token of a cached prefix.
 
-A speculative decoder starts from the hidden state of the last token. Where a prompt continues a cached prefix, that
-token is not computed again, and its hidden state comes from the cache. It is optional: no request waits for a hidden
-state or is refused for one.
+A speculative decoder starts from the hidden state of the last token. If a prompt continues a cached prefix, the model
+does not compute that token again, and reads its hidden state from the cache. Hidden states are optional: the engine
+neither delays nor refuses a request that lacks one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from own_component.tree import LastHiddenComponent
 class LastHidden(CacheComponent):
     """float32 rows `[NUM_ROWS + 1, HIDDEN]` on the device; row 0 is the sink. Subclass it for other sizes.
 
-    Each of the others is free, held by a page of the tree, or left to a load that failed. Leases own none.
+    Each row except the sink is free, held by a page of the tree, or kept for a failed load whose copy may still run.
+    Leases own no rows.
     """
 
     HIDDEN, NUM_ROWS = 16, 8
@@ -50,13 +51,15 @@ class LastHidden(CacheComponent):
     # Methods that a model runner calls
 
     def offer(self, lease: Lease, length: int, hidden: torch.Tensor) -> None:
-        """`hidden`, `[HIDDEN]`, is that of token `length - 1`: the commit of the first `length` tokens keeps it."""
+        """Offer the hidden state `hidden`, `[HIDDEN]`, of token `length - 1`. The commit of the first `length` tokens
+        keeps it."""
         self._offered[lease.request_id] = (length, hidden)
 
     def read(self, lease: Lease) -> torch.Tensor | None:
-        """The hidden state `[HIDDEN]` of the last cached token; None where the cache has none.
+        """The hidden state `[HIDDEN]` of the last cached token, or None if the cache has no hidden state for it.
 
-        Call it after `begin_forward`, before the lease's first commit. Raises `TransferError` where its load failed.
+        Call it after `begin_forward`, before the lease's first commit. Raises `TransferError` if the load of the hidden
+        state failed.
         """
         self.counter.wait_all()
         end = self.resident.held(lease.node.rows[-1:])
@@ -85,13 +88,13 @@ class LastHidden(CacheComponent):
     # Restore
 
     def pages_to_load(self, end: int, pages: InMemory) -> list[int]:
-        """The last, where the host has what the device lacks and a row can be had for it."""
+        """The last page, if the host has it, the device lacks it, and a row is free or can be evicted."""
         wanted = bool(end) and pages.on_host(self, end - 1) and not pages.on_device(self, end - 1)
         has_row = bool(self._free) or self.resident.evictable > 0
         return [end - 1] if wanted and has_row and self.counter.can_begin() else []
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """To the tree, where the lease and later requests read it."""
+        """Give the row to the tree, where the lease and later requests read it."""
         row = self._take()
         self.tree.attach(load.node, self.name, row)
         load.brings[self.name] = load.node.rows[-1:]
@@ -99,7 +102,7 @@ class LastHidden(CacheComponent):
         return row
 
     def fail_load(self, load: Load) -> None:
-        """The copy may still write to the row: it is freed when that has ended."""
+        """Free the row when the copy has ended, because the copy may still write to it."""
         rows = self.resident.held(load.brings[self.name]) if self.name in load.brings else ()
         if len(rows):
             load.orphan_states.setdefault(self.name, []).append(self.tree.detach(rows, self.name).value)
@@ -129,5 +132,5 @@ class LastHidden(CacheComponent):
         return account_violations("hidden states", sums, self.capacity, [held, *orphans, free])
 
     def _take(self) -> torch.Tensor:
-        """A free row, `[1]`."""
+        """Take a free row, `[1]`."""
         return torch.tensor([self._free.pop()])

@@ -1,4 +1,4 @@
-"""A component of one's own in the tree: the last hidden state at the end of a page.
+"""A custom component of the tree: the hidden state of the last token of a page.
 
 match   anywhere: a prefix may end without one
 lock    the last page alone

@@ -1,4 +1,4 @@
-"""On PYTHONPATH: SGLang's schedulers run on a machine without GPU."""
+"""Let SGLang's schedulers run on a machine without GPU. Python imports this file if its folder is on PYTHONPATH."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""Stands in for the package mooncake-transfer-engine."""
+"""A stand-in for the package mooncake-transfer-engine."""

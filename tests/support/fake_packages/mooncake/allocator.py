@@ -1,4 +1,5 @@
-"""Stands in for Mooncake's allocators: `torch.cuda.MemPool` takes None for its own allocator."""
+"""A stand-in for Mooncake's allocators. The stand-ins are None, which makes `torch.cuda.MemPool` use its own
+allocator."""
 
 from __future__ import annotations
 

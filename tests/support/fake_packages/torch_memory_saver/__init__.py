@@ -1,4 +1,4 @@
-"""Stands in for the package torch_memory_saver: counts the bytes that torch zeroes within each region."""
+"""A stand-in for the package torch_memory_saver. The stand-in counts the bytes that torch zeroes within each region."""
 
 from __future__ import annotations
 

@@ -1,0 +1,61 @@
+"""Flags and notes that `hicache vllm-config` and `hicache sglang-config` share: the disk, its salt and its key.
+
+Imports nothing of a server: the commands also run on another machine than the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from hicache.config.settings import SOCKET
+from hicache.console import parse_bytes, say
+from hicache.errors import ConfigError
+
+STORE_PROCESS = "200 MB for the store process"  # without memory that it shares with the server
+_FORM = "an absolute path, a colon and the size of all its stores, like /nvme:500GB"
+_SOCKET_FORM = "or unix:SOCKET of `hicache store serve`"
+
+
+def add_disk_flags(parser: argparse.ArgumentParser, server: str, *, is_required: bool) -> None:
+    """Add the flags of the disk. `server`: its name in the help."""
+    parser.add_argument(
+        "--disk", required=is_required, type=_disk, metavar="PATH:SIZE", help=f"{_FORM}; {_SOCKET_FORM}"
+    )
+    parser.add_argument(
+        "--salt", default="", metavar="TEXT", help=f"separates tenants, or weights that {server} cannot read"
+    )
+    parser.add_argument("--key-file", default="", metavar="FILE", help="key that encrypts pages on disk")
+
+
+def disk_settings(flags: argparse.Namespace) -> dict[str, str] | None:
+    """Return the settings of the disk that these flags give; None: no disk. Raises `ConfigError` for a salt or a key
+    without a disk."""
+    if flags.disk is None:
+        if flags.salt or flags.key_file:
+            raise ConfigError(f"--{'salt' if flags.salt else 'key-file'} applies to the disk; add --disk PATH:SIZE")
+        return None
+    given = {"path": flags.disk[0], "budget": flags.disk[1], "salt": flags.salt, "key_file": flags.key_file}
+    return {name: value for name, value in given.items() if value}
+
+
+def size(text: str) -> str:
+    """Return the text of a size with its unit, for argparse."""
+    try:
+        parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def note(text: str) -> None:
+    """Print a note on stderr, so that the output has nothing but the value of the server's flag."""
+    say(f"hicache: note: {text}")
+
+
+def _disk(text: str) -> tuple[str, str]:
+    if text.startswith(f"{SOCKET}/"):
+        return text, ""  # the served directory has its own budget
+    path, _, budget = text.rpartition(":")
+    if not path.startswith("/"):
+        raise argparse.ArgumentTypeError(f"{text!a} is not {_FORM}, {_SOCKET_FORM}")
+    return path, size(budget)
