@@ -16,7 +16,7 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache/mypy
 # Container images often switch byte code off. Then every worker, fork server and program would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-busy test-long test-servers test-all check static plain budget bench docs tables clean
+.PHONY: demo serve test test-busy test-long test-servers test-all check static plain bench docs tables clean
 
 demo: $(DEMO)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -42,7 +42,7 @@ test-servers: $(STAMP)
 test-all: $(STAMP)
 	PYTHON=$(PYTHON) .ci/all
 
-check: static plain budget
+check: static plain
 
 # In the installed package kernels/, storage/ and bench/ are inside hicache/, so mypy checks a tree of links. All clones
 # share the cache of mypy, and use it one at a time.
@@ -58,10 +58,6 @@ static: $(STAMP)
 # Counts the findings about words in docstrings, comments and pages, and compares them with the budgets in .ci/plain.toml.
 plain: $(STAMP)
 	$(PY) .ci/plain $(ARGS)
-
-# Compares the times of the last run of all tests with tests/budget.toml.
-budget: $(STAMP)
-	$(PY) tests/support/budget.py
 
 # Builds the site in build/site. If the packages of the extras docs and release are installed, the tests also build the
 # site, and check distributions, workflows and manifests.

@@ -78,7 +78,6 @@ def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
     file.write_text(TESTS)
     status, printed = _run(tmp_path)
     assert status == 1 and "1 failed, 63 passed" in printed and re.findall("said by .*", printed) == ["said by 7"]
-    assert re.search(r"processor time of tests: \d+ s", printed) and "test_many.py" in printed
     assert (below / "made").read_text() == "once "
     (tmp_path / "conftest.py").write_text(TELLS)
     file.write_text(f"from waiting import eventually\n{TESTS}    number < 8 or eventually(Path('failed').exists)\n")

@@ -4,8 +4,7 @@ programs.py starts it once per test run. The server has one thread, so a fork is
 and runs its program in the namespace of this file. The child ends as any interpreter does: it joins its threads, calls
 its exit functions and returns its status. Tearing down imported modules takes half a second of the processor, so only
 programs that request it, or that end by an error, do it. Each program has one connection. The server receives the
-request with three standard files over it, sends the pid, and at the end of the program its exit status and processor
-time.
+request with three standard files over it, sends the pid, and at the end of the program its exit status.
 """
 
 from __future__ import annotations
@@ -100,16 +99,15 @@ def _serve(address: str, owner: int) -> dict[str, Any]:
                     return request
                 for file in files:
                     os.close(file)
-                connection.send(json.dumps(child).encode())
+                connection.send(str(child).encode())
                 selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
                 continue
             child, connection = key.data
             selector.unregister(key.fileobj)
             os.close(int(key.fileobj))  # type: ignore[arg-type]
-            _, status, usage = os.wait4(child, 0)
-            answer = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+            _, status = os.waitpid(child, 0)
             with contextlib.suppress(OSError):  # the client that started the program may have ended
-                connection.send(json.dumps(answer).encode())
+                connection.send(str(os.waitstatus_to_exitcode(status)).encode())
             connection.close()
 
 

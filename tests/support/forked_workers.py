@@ -1,7 +1,7 @@
 """Run the tests in several processes, which are forked after the tests are collected: `--workers N`.
 
 Libraries are imported, and tests collected, once for all workers. A worker without tests takes the next few tests of a
-file. Each worker sends reports, and the processor time of each test, over a pipe.
+file. Each worker sends its reports over a pipe.
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import resource
 import selectors
 import signal
 import struct
-import time
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
-
-import programs
-from budget import Budget
 
 _CHUNK = 24  # tests of a file that a worker takes at once; few, so that all workers end at about the same time
 
@@ -70,7 +65,6 @@ class _Run:
         os.set_blocking(turns, False)  # a full pipe, which holds 16 384 numbers, raises instead of blocking
         os.write(turns, struct.pack(f"{len(chunks)}i", *range(len(chunks))))
         os.close(turns)
-        self._budget = Budget.of(session.config)
 
     def run(self, num_workers: int) -> None:
         base, selector = _folders(self._session.config).getbasetemp(), selectors.DefaultSelector()
@@ -125,7 +119,6 @@ class _Run:
                 self._running[worker] = message["begins"]
             else:
                 self._running.pop(worker, None)
-                self._budget.add(message["file"], message["seconds"])
 
 
 class _Worker:
@@ -149,10 +142,8 @@ class _Worker:
         while item is not None:
             following = None if stop[0] else next(items, None)
             self._send(begins=item.nodeid)
-            begin_s = _spent_s()
             self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            file = str(item.path.relative_to(self._config.rootpath))
-            self._send(file=file, seconds=_spent_s() - begin_s)
+            self._send(ended=item.nodeid)
             item = following
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -161,12 +152,6 @@ class _Worker:
 
     def _send(self, **message: Any) -> None:
         self._out.write(json.dumps(message) + "\n")
-
-
-def _spent_s() -> float:
-    """Processor time of this process, of its children that have ended, and of programs of the fork server."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime + programs.spent_s()
 
 
 def _folders(config: pytest.Config) -> Any:
