@@ -87,7 +87,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments; `run NAME --help` shows them")
     text = "plot the makespan of servers over CPU memory, as PNG for a light and a dark page"
     plot = commands.add_parser("plot", help=text, description=text, allow_abbrev=False)
-    plot.add_argument("file", type=Path, metavar="FILE", help="a result of the benchmark servers")
+    plot.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of the benchmark servers")
     plot.add_argument("folder", type=Path, metavar="FOLDER", help="of the pictures")
     text = "compare two result files, or two folders of them"
     add_compare_flags(commands.add_parser("compare", help=text, description=text, allow_abbrev=False))
@@ -99,7 +99,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.bench_command == "compare":
         return compare_command(flags)
     if flags.bench_command == "plot":
-        print(*write_plots(read_report(flags.file), flags.folder), sep="\n")
+        print(*write_plots([read_report(file) for file in flags.files], flags.folder), sep="\n")
         return 0
     benches, broken = find_benches()
     if flags.bench_command == "list":

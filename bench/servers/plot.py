@@ -1,9 +1,9 @@
-"""Plots the makespan of each mode and size of CPU memory, from the runs of a result file of `servers`. Needs
-matplotlib: the extra `replay`. `hicache bench plot FILE FOLDER` writes a light and a dark picture."""
+"""Plots the makespan of each mode and size of CPU memory, from the runs of result files of `servers`. Needs
+matplotlib: the extra `replay`. `hicache bench plot FILE [FILE ...] FOLDER` writes a light and a dark picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,28 @@ _THEMES = {  # background, text, colours of hicache's modes
 }
 
 
-def makespans(report: Report) -> dict[str, Points]:
+def makespans(reports: Sequence[Report]) -> dict[str, Points]:
     """Return the seconds until all agents' requests were answered under vLLM with the default sizes, by mode and GiB.
-    The mode `none` has its runs at 0 GiB."""
+    The mode `none` has its runs at 0 GiB. Runs of a mode and size come from the first report that has them, because
+    reports may be of different states of the code."""
     found: dict[str, Points] = {}
-    for run in map(Run.from_json, report.runs):
-        at = run.setting
-        if (at.server, at.workload, at.variant) == ("vllm", "agents", "") and at.mode in LABELS:
-            found.setdefault(at.mode, {}).setdefault(at.cpu_gib, []).append(run.makespan_s)
+    for report in reversed(reports):
+        own: dict[str, Points] = {}
+        for run in map(Run.from_json, report.runs):
+            at = run.setting
+            if (at.server, at.workload, at.variant) == ("vllm", "agents", "") and at.mode in LABELS:
+                own.setdefault(at.mode, {}).setdefault(at.cpu_gib, []).append(run.makespan_s)
+        for mode, points in own.items():
+            found[mode] = found.get(mode, {}) | points
     return {mode: dict(sorted(found[mode].items())) for mode in LABELS if mode in found}
 
 
-def write_plots(report: Report, folder: Path) -> list[Path]:
-    """Write `makespan-light.png` and `makespan-dark.png`, and return their paths. Raises BenchUnavailable if the report
-    has no runs of agents under vLLM with a CPU tier, or without matplotlib."""
-    found = makespans(report)
+def write_plots(reports: Sequence[Report], folder: Path) -> list[Path]:
+    """Write `makespan-light.png` and `makespan-dark.png`, and return their paths. Raises BenchUnavailable if the
+    reports have no runs of agents under vLLM with a CPU tier, or without matplotlib."""
+    found = makespans(reports)
     if not any(size for points in found.values() for size in points):
-        raise BenchUnavailable("the file has no runs of agents under vLLM with a CPU tier")
+        raise BenchUnavailable("the files have no runs of agents under vLLM with a CPU tier")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"makespan-{theme}.png" for theme in _THEMES]
     for path, (background, text, own) in zip(paths, _THEMES.values(), strict=True):

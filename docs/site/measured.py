@@ -145,7 +145,7 @@ ROWS: tuple[tuple[Row, ...], ...] = (
         Row(
             f"{_ON_DISK}, GPU cache capped at 180 000 tokens, one run",
             "servers.vllm.agents.disk.over_fs",
-            "servers-nvidia-h200.json",
+            "servers-disk-96gib-nvidia-h200.json",
             "{value:.1f} s",
             others=("servers.vllm.agents.disk.gate",),
         ),

@@ -4,7 +4,7 @@
 
 One process serves the directory of the store to both servers through a socket. The servers start one after the other,
 on ports 8100 and 8101, and get the same prompt. For each server, the program prints how many tokens of the prompt were
-cached. The servers use `HiCacheOffloadingSpec`, because the disk of `HiCacheConnector` has not run on a GPU yet.
+cached.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ START_S = 600  # maximum seconds for which a server may start
 def connector(socket: str) -> dict[str, Any]:
     """Return the value of vLLM's flag `--kv-transfer-config`. It has no budget, because the process that serves the
     store has one."""
-    extra = {"cpu_bytes_to_use": "64MB", "disk": {"path": f"unix:{socket}"}}
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "HiCacheConnector",
+        "kv_connector_module_path": "hicache.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "spec_name": "HiCacheOffloadingSpec",
-            "spec_module_path": "hicache.integrations.vllm",
-            **extra,
-        },
+        "kv_connector_extra_config": {"cpu_bytes_to_use": "64MB", "disk": {"path": f"unix:{socket}"}},
     }
 
 

@@ -137,9 +137,13 @@ def test_a_plot_shows_the_medians_of_each_mode_over_memory(tmp_path: Path) -> No
     for gib, about in ((32, {}), (64, {"variant": "c8"})):
         report.runs.append(dataclasses.asdict(run_of(setting("hicache", gib, **about), 44.0)))
     curve = {32: [50.0, 44.0], 96: [30.0]}
-    assert makespans(report) == {"none": {0: [60.0]}, "lazy": {32: [50.0], 96: [30.0]}, "hicache": curve}
+    assert makespans([report]) == {"none": {0: [60.0]}, "lazy": {32: [50.0], 96: [30.0]}, "hicache": curve}
     path = report.write(tmp_path)
-    assert main(["bench", "plot", str(path), str(tmp_path)]) == 0
+    older = [run_of(setting("none"), 70.0), run_of(setting("cpu", 32), 55.0)]
+    earlier = Report("servers", "gpu", {}, "", "", "", runs=[dataclasses.asdict(run) for run in older])
+    both = makespans([report, earlier])
+    assert both["none"] == {0: [60.0]} and both["cpu"] == {32: [55.0]} and both["hicache"] == curve
+    assert main(["bench", "plot", str(path), str(path), str(tmp_path)]) == 0
     light, dark = (tmp_path / f"makespan-{theme}.png" for theme in ("light", "dark"))
     assert light.read_bytes()[:4] == dark.read_bytes()[:4] == b"\x89PNG" and light.read_bytes() != dark.read_bytes()
     report.runs = report.runs[:1]
