@@ -1,6 +1,7 @@
 """Computes the cases of a result file: numbers for each setting, and comparisons of modes with equal sizes.
 
-    servers.<server>.<workload>.<mode>[.<GiB>][.<variant>].makespan, .first, .p99, .cached, .start, .moved, .declined
+    servers.<server>.<workload>.<mode>[.<GiB>][.<variant>].makespan, .first, .p99, .cached, .start, .moved, .missed,
+        .declined
     servers.<server>.<workload>.<comparison>[.<GiB>][.<variant>]
 
 The value of a case is the median over the runs of a setting. The ratio of a comparison is this value over the median of
@@ -106,6 +107,9 @@ def _add_setting(report: Report, name: str, runs: Sequence[Run]) -> None:
     if first.moved_gb:
         moved = ", ".join(f"{what} {gb:.2f} GB" for what, gb in first.moved_gb.items())
         report.case(f"{name}.moved", [sum(run.moved_gb.values()) for run in runs], "GB", better="lower", note=moved)
+    if first.missed:
+        note = "; ".join(", ".join(f"{why} {share:.3f}" for why, share in run.missed.items()) for run in runs)
+        report.case(f"{name}.missed", [sum(run.missed.values()) for run in runs], "share", better="lower", note=note)
     if decided := sum(first.gate.values()):
         note = ", ".join(f"{what} {number:.0f}" for what, number in first.gate.items())
         report.case(f"{name}.declined", [first.gate.get("declined", 0.0) / decided], "share", note=note)

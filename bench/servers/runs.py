@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hicache.bench.common import percentile
 
 GATE = "gate."  # prefix of the decisions of hicache's load gate in a server's counters
+MISSED = "missed."  # prefix of the prompt tokens that no tier had, by reason, in a server's counters
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Run:
     tier had; `all` is the total share. `moved_gb`: GB moved, by the server's metrics; empty if the server does not
     count bytes. `gate`: number of loads from hicache's disk tier, by decision of the load gate. `answers`: a digest of
     four digits for each answer, in order of the prompts. `num_gpus`: number of GPUs that served at the same time.
+    `missed`: share of the prompts' tokens that no tier of hicache had, by reason.
     """
 
     setting: Setting
@@ -55,6 +57,7 @@ class Run:
     moved_gb: dict[str, float]
     gate: dict[str, float]
     answers: str
+    missed: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Run:
@@ -67,8 +70,11 @@ class Run:
         answers = sorted(served["answers"], key=lambda answer: int(answer["number"]))
         counters = dict(served["counters"])
         external = counters.pop("external_tokens", None)
-        gate = {name.removeprefix(GATE): number for name, number in counters.items() if name.startswith(GATE)}
-        moved = {name: number / 1e9 for name, number in counters.items() if number and not name.startswith(GATE)}
+        gate, missed = (
+            {name.removeprefix(prefix): counters.pop(name) for name in list(counters) if name.startswith(prefix)}
+            for prefix in (GATE, MISSED)
+        )
+        moved = {name: number / 1e9 for name, number in counters.items() if number}
         first = [answer["first_s"] * 1e3 for answer in answers]
         total = sum(answer["prompt_tokens"] for answer in answers)
         cached = sum(answer["cached"] for answer in answers)
@@ -83,6 +89,7 @@ class Run:
             moved_gb=moved,
             gate=gate,
             answers=" ".join(_digest(answer["tokens"]) for answer in answers),
+            missed={reason: tokens / total for reason, tokens in missed.items() if tokens},
             **about,
         )
 

@@ -27,8 +27,8 @@ class AsyncServer(Protocol):
         ...
 
     def counters(self) -> dict[str, float]:
-        """Return counters since the start, by name: bytes moved, tokens loaded from lower tiers, and decisions of
-        hicache's load gate."""
+        """Return counters since the start, by name: bytes moved, tokens loaded from lower tiers, decisions of hicache's
+        load gate, and prompt tokens that no tier had, by reason."""
         ...
 
 

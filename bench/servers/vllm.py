@@ -26,7 +26,7 @@ from typing import Any
 
 from hicache.bench.servers.model import write_config
 from hicache.bench.servers.program import disk_settings
-from hicache.bench.servers.runs import GATE, Setting
+from hicache.bench.servers.runs import GATE, MISSED, Setting
 from hicache.bench.servers.serve import serve
 
 MODES = ("none", "cpu", "lazy", "lmcache", "raw", "hicache", "fs", "disk", "disk-always", "disk-never")
@@ -133,13 +133,15 @@ def _connector(setting: Setting, args: argparse.Namespace, files: Path) -> dict[
 
 
 def counters(metrics: Iterable[Any]) -> dict[str, float]:
-    """Return counters from metrics of vLLM: bytes moved, tokens loaded to the GPU from lower tiers, and decisions of
-    hicache's load gate."""
+    """Return counters from metrics of vLLM: bytes moved, tokens loaded to the GPU from lower tiers, decisions of
+    hicache's load gate, and prompt tokens that no tier had, by reason."""
     found: dict[str, float] = {}
     for metric in metrics:
         name = _COUNTERS.get(metric.name.removesuffix("_total"))
         if metric.name == "vllm:hicache_load_gate_loads":
             name = GATE + metric.labels["decision"]
+        if metric.name == "vllm:hicache_missed_tokens":
+            name = MISSED + metric.labels["reason"]
         if name is not None:
             found[name] = found.get(name, 0.0) + float(metric.value)
     return found

@@ -171,6 +171,8 @@ def test_a_killed_benchmark_is_continued(tmp_path: Path, capsys: pytest.CaptureF
     later = common.read_report(path)
     assert later.runs[:1] == report.runs and len(later.runs) == 2 and len(later.commands) == 2
     assert later.runs[0]["answers"] == later.runs[1]["answers"]
+    (missed,) = [case for case in later.cases if case.name == "servers.vllm.agents.none.missed"]
+    assert missed.note == f"gate {missed.value:.3f}" and list(later.runs[0]["moved_gb"]) == ["load"]
     names = {case.name for case in later.cases}
     assert {"servers.vllm.agents.none.makespan", "servers.vllm.agents.over_none.0.015625"} <= names
     path.write_text(path.read_text().replace(later.trees["kernels"], "0" * 12).replace(later.machine, "nvidia-h200"))

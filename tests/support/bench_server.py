@@ -49,7 +49,9 @@ class Server:
         return 0.001, 0.002, cached, [sum(prompt)] * answer_tokens
 
     def counters(self) -> dict[str, float]:
-        return {"external_tokens": 0.0, "load": 1e9, "gate.declined": 1.0}
+        """A GB loaded, and a token of each piece missed, so that the counters grow with the answers."""
+        pieces = len(self._known)
+        return {"external_tokens": 0.0, "load": 1e9 * pieces, "gate.declined": 1.0 * pieces, "missed.gate": 1.0 * pieces}
 
 
 def main() -> None:
