@@ -95,6 +95,6 @@ def _draw(found: Mapping[str, Points], background: str, text: str, colours: Mapp
             axes.spines[side].set_visible(False)
         figure.suptitle(_TITLE, x=0.01, ha="left", fontsize=12, weight="bold")
         counts = sorted({len(seconds) for _, _, seconds in bars})
-        runs = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        axes.set_title(f"shorter is better; median and range, runs of each: {runs}", loc="left", fontsize=10)
-        figure.savefig(path, dpi=150, metadata={"Software": None})
+        runs = f"median and range of {counts[-1]} runs" + ("; bars without a range: one run" if counts[0] == 1 else "")
+        axes.set_title(f"shorter is better; {runs}", loc="left", fontsize=10)
+        figure.savefig(path, dpi=150, metadata={"Software": None}, bbox_inches="tight", pad_inches=0.15)

@@ -24,7 +24,7 @@ _SIDES = {
     "over_lmcache": "with LMCache",
     "over_fs": "with vLLM's `fs` tier",
     "over_files": "with SGLang's files",
-    "gate": "with the better of always and never loading",
+    "gate": "with the faster of hicache that always loads and hicache that never loads",
     "servers.sglang.sessions.disk.c8": "with SGLang's own files",
 }
 
@@ -171,8 +171,9 @@ ROWS: tuple[tuple[Row, ...], ...] = (
     ),
     (
         Row(
-            "**the worst loss**: 40 turns of coding agents that fit GPU memory, 8 clients, SGLang 0.5.23 with its own "
-            "CPU tier (named HiCache too) and `HiCacheDisk` below it, one H100, one run",
+            "**the worst result against a server without hicache**: 40 turns of coding agents that fit GPU memory, 8 "
+            "clients, SGLang 0.5.23 with its own CPU tier (named HiCache too) and `HiCacheDisk` below it, one H100, one "
+            "run",
             "servers.sglang.sessions.disk.over_none",
             "servers-sglang-sessions-one-nvidia-h100-80gb-hbm3.json",
             "{value:.1f} s",

@@ -1,6 +1,10 @@
-"""Send one long prompt twice to a server, and print how many of its tokens were cached: check.py URL FILE"""
+"""Send one long prompt twice to a server, and print how many of its tokens were cached: check.py URL FILE
+
+If the server has an API key, set OPENAI_API_KEY to it.
+"""
 
 import json
+import os
 import sys
 import urllib.request
 from pathlib import Path
@@ -8,7 +12,8 @@ from pathlib import Path
 
 def ask(path, body=None):
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(sys.argv[1] + path, data, {"Content-Type": "application/json"})
+    key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"} if "OPENAI_API_KEY" in os.environ else {}
+    request = urllib.request.Request(sys.argv[1] + path, data, {"Content-Type": "application/json", **key})
     return json.load(urllib.request.urlopen(request))
 
 
