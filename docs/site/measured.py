@@ -172,8 +172,8 @@ ROWS: tuple[tuple[Row, ...], ...] = (
     (
         Row(
             "**the worst result against a server without hicache**: 40 turns of coding agents that fit GPU memory, 8 "
-            "clients, SGLang 0.5.23 with its own CPU tier (named HiCache too) and `HiCacheDisk` below it, one H100, one "
-            "run",
+            "clients, SGLang 0.5.23 with its own CPU tier (named HiCache too) and `HiCacheDisk` below it, one H100, "
+            "one run",
             "servers.sglang.sessions.disk.over_none",
             "servers-sglang-sessions-one-nvidia-h100-80gb-hbm3.json",
             "{value:.1f} s",
