@@ -21,7 +21,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
 from hicache.flow.writes import Writes
-from hicache.pages.key import TokenRun, Tokens, bytes_of
+from hicache.pages.key import TokenRun, Tokens, bytes_of, component_keys
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.table import Rows
 from hicache.tiers import FULL, SWA, Component
@@ -94,7 +94,7 @@ class Commit:
         num_shared = lease.node.depth_tokens // tree.page_size if continues else self._enter_hints(lease, on_host)
         if self._writes and num_shared:
             used = tree.required(rows[FULL], num_shared * tree.page_size)
-            keys = {name: tree.names.of_component(name, tree.table.keys_of(each)) for name, each in used.items()}
+            keys = {name: component_keys(name, tree.table.keys_of(each)) for name, each in used.items()}
             for writes in self._writes:
                 writes.used(keys)
 

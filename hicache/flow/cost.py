@@ -246,7 +246,9 @@ class LoadEstimate(NamedTuple):
         `no_progress_s`: seconds without an arriving page, at most the limit. `tolerance`: the factor by which the rest
         of a wait in progress may exceed the limit.
         """
-        limit_s = self.limit_s
+        if self.compute_s is None:
+            return True
+        limit_s = self.compute_s * (1 + self.num_delayed)
         return (self.load_s is None or self.load_s <= tolerance * limit_s) and no_progress_s <= limit_s
 
 
@@ -258,11 +260,6 @@ class Requests:
     running: Mapping[str, object]
     expected: Mapping[str, object]
     waiting: set[str] = field(default_factory=set)
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The numbers of running, expected and waiting requests."""
-        return len(self.running), len(self.expected), len(self.waiting)
 
     @property
     def num_delayed(self) -> int:

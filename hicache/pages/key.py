@@ -9,18 +9,22 @@ the same key only if model, layout, tenant and prefix are the same:
     seed     = SHA-256(identity digest || namespace length, 8 bytes little endian || namespace, UTF-8)
     key[0]   = SHA-256(seed || tokens of page 0, int64 little endian)
     key[i]   = SHA-256(key[i-1] || tokens of page i)
+
+The key of a window or state is SHA-256(page key || name of the component).
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import InvalidTokens
+from hicache.tiers import FULL, Component
 
 Tokens = npt.NDArray[np.int64]
 
@@ -138,6 +142,30 @@ class TokenRun:
 def bytes_of(tokens: Tokens) -> memoryview:
     """Return the memory of packed tokens as bytes."""
     return tokens.data.cast("B") if len(tokens) else memoryview(b"")
+
+
+class PromptPages(NamedTuple):
+    """Consecutive pages of one prompt: the `tokens` and `keys` of the pages, and `previous_key`, the key of the page
+    before them (None at the start of the prompt)."""
+
+    keys: Sequence[bytes]
+    previous_key: bytes | None
+    tokens: Tokens
+    namespace: str
+
+    def part(self, start: int, end: int) -> PromptPages:
+        """Return pages [start, end)."""
+        size = len(self.tokens) // max(1, len(self.keys))
+        previous_key = self.keys[start - 1] if start else self.previous_key
+        return PromptPages(self.keys[start:end], previous_key, self.tokens[start * size : end * size], self.namespace)
+
+
+def component_keys(component: Component, page_keys: Sequence[bytes]) -> list[bytes]:
+    """Return the keys of a component's data for the pages with the keys `page_keys`."""
+    if component == FULL:
+        return [*page_keys]
+    name = component.encode()
+    return [hashlib.sha256(key + name).digest() for key in page_keys]
 
 
 class PageHasher:
