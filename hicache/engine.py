@@ -389,7 +389,7 @@ class CacheEngine:
         try:
             if prefetcher:
                 prefetcher.require_ready(request.request_id)
-            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id))
+            lease = self._admit.acquire(request, self._requests.num_delayed(request.request_id))
         except ResourceExhausted as error:
             self._admit.refused(error)
             raise
@@ -421,7 +421,7 @@ class CacheEngine:
             return Hit()
         before = lease.cached_len
         try:
-            hit = self._admit.join(lease, num_tokens, self._requests.num_delayed_by(request_id))
+            hit = self._admit.join(lease, num_tokens, self._requests.num_delayed(request_id))
             if hit.tokens:
                 self._prefetcher.joined(lease, num_tokens - before, hit.tokens)
         except BaseException:
@@ -517,7 +517,7 @@ class CacheEngine:
 
         Raises `ForeignLease`. In a fork, this method does nothing.
         """
-        if isinstance(lease, Lease) and (lease.released or not self._owner.is_here):
+        if isinstance(lease, Lease) and (lease.released or self._owner.pid != os.getpid()):
             return
         self._held((lease,))
         self._release(lease, continues=continues)
@@ -789,7 +789,7 @@ def valid_request(request: CacheRequest) -> CacheRequest:
         namespace=valid_namespace(request.namespace),
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
         priority=valid_count("priority", request.priority, _MAX_RANK),
-        branch_points=tuple(valid_count("branch_points", point) for point in points),
+        branch_points=tuple(map(functools.partial(valid_count, "branch_points"), points)),
         is_counted=bool(request.is_counted),
         may_wait=bool(request.may_wait),
         max_cached_tokens=None if cached is None else valid_count("max_cached_tokens", cached),

@@ -411,7 +411,8 @@ class Copies(Movement):
                 self._forget_named(backup)
             for locked, rows in backup.locked.items():
                 self._context.by_name[locked].resident.unlock(rows)
-        self._free_evicted(backup, next_backup)
+        if self._backs_up_evicted:
+            self._free_evicted(backup, next_backup)
         for writes in self._writes:
             for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
                 writes.arrived(component, rows)
@@ -548,7 +549,8 @@ class Copies(Movement):
         delays `num_delayed` other requests."""
         for load in self._loads:
             num_bytes += load.num_bytes
-        return self.policy.compare(self.policy.cost.load_s(num_bytes), start, end, num_delayed)
+        cost = self.policy.cost
+        return LoadEstimate(cost.load_s(num_bytes), cost.prefill_s(start, end), num_delayed)
 
     def can_load(self) -> bool:
         """Return whether a load may be submitted now."""
@@ -578,7 +580,11 @@ class Copies(Movement):
                 first = min(component.first_required(end), pages[0] if pages else end)
                 component.pages.table.hits[located.rows_of(component, range(first, end)).rows] += 1
             if pages:
-                to_load[component.name] = found = located.rows_of(component, pages)
+                if component.name == FULL:
+                    found = located.full_rows(pages[0], pages[-1] + 1)
+                else:
+                    found = located.rows_of(component, pages)
+                to_load[component.name] = found
                 component.pages.lock(found.rows)
                 held.callback(component.pages.unlock, found.rows)
         return to_load
@@ -598,7 +604,7 @@ class Copies(Movement):
         If this method raises, all submitted copies have ended, and `slots` still belong to the lease."""
         tree = self._context.tree
         load = Load(lease.node, prompt, pages)
-        load.depends_on = tuple(self.loads_of(tree.path_rows(lease.node)))
+        load.depends_on = tuple(self.loads_of(tree.path_rows(lease.node))) if self._loads else ()
         with ExitStack() as undo:
             undo.callback(self.detach, load)
             for component in self._context.components:

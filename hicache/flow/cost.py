@@ -261,19 +261,15 @@ class Requests:
     expected: Mapping[str, object]
     waiting: set[str] = field(default_factory=set)
 
-    @property
-    def num_delayed(self) -> int:
-        """The number of requests that computing delays: all requests that run or wait for the device, without requests
-        that wait for a prefetch."""
-        return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
+    def num_delayed(self, by: str | None = None) -> int:
+        """Return the number of requests that computing delays: all requests that run or wait for the device, without
+        requests that wait for a prefetch. `by`: a request that is computed and does not count."""
+        num_delayed = len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
+        return num_delayed if by is None else num_delayed - self.is_delayed(by)
 
     def is_delayed(self, request_id: str) -> bool:
         """Return whether `num_delayed` counts this request."""
         return request_id in self.running or (request_id in self.expected and request_id not in self.waiting)
-
-    def num_delayed_by(self, request_id: str) -> int:
-        """Return the number of other requests that computing for this request delays."""
-        return self.num_delayed - self.is_delayed(request_id)
 
 
 class LoadPolicy:

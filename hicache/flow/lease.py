@@ -134,8 +134,8 @@ class Prefetch:
         self.on_change(self)
 
     def end(self) -> None:
-        self.ended = True
-        self.stop_waiting(is_preemptible=self.is_preemptible)
+        self.ended, self.waits = True, False
+        self.on_change(self)
 
 
 class Lease:

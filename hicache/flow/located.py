@@ -47,9 +47,20 @@ class Located:
             self.resident[other.name] = other.resident.has(match.rows[: self.device_end])
 
     @cached_property
+    def host_rows(self) -> Rows:
+        """The rows of the full pages from `device_end` on, at the time of the first access; `NO_ROW` for a page without
+        a row. Rows may belong to other pages after an eviction."""
+        return self.context.full.pages.table.find(self.prompt.keys[self.device_end :])
+
+    @cached_property
     def host_end(self) -> int:
-        keys, pages = self.prompt.keys[self.device_end :], self.context.full.pages
-        return self.device_end + first_gap(pages.has(pages.table.find(keys)))
+        return self.device_end + first_gap(self.context.full.pages.has(self.host_rows))
+
+    def full_rows(self, start: int, end: int) -> PromptRows:
+        """Return the full pages [start, end), which were on the host when `host_rows` was accessed first. The host has
+        evicted no page since then."""
+        rows = self.host_rows[start - self.device_end : end - self.device_end]
+        return PromptRows(rows, np.arange(start, end))
 
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:

@@ -54,7 +54,8 @@ class Prompts:
             prompt = Prompt(full_pages.copy(), namespace, tree.prompt_keys(match, full_pages))
             prompt.num_bytes = full_pages.nbytes + _PAGE_BYTES * (1 + len(prompt.keys))
             if request_id is not None:
-                self.forget(request_id)
+                if request_id in self._by_request:
+                    self.forget(request_id)
                 self._num_bytes += prompt.num_bytes
         if request_id is not None:  # keep the prompt as the most recently used prompt
             self._by_request[request_id] = self._by_request.pop(request_id, prompt)

@@ -131,7 +131,6 @@ _ANSWER_SHARE = 0.02
 # The factor by which a wait in progress may take longer than computing.
 _TOLERANCE = 2.0
 # Locations of a page in addition to the bits of stores, see `LookupResults`.
-_NO_STORES = np.empty(0, np.uint8)
 _READ, _IN_MEMORY, _STORES = np.uint8(0x40), np.uint8(0x80), np.uint8(DISK.bit | REMOTE.bit)
 _ARRIVAL, _BIT, _IS_URGENT = attrgetter("arrival"), attrgetter("bit"), attrgetter("is_urgent")
 _READ_LIST, _WAITS = attrgetter("read_list"), attrgetter("handle.waits")
@@ -195,8 +194,10 @@ class LookupResults:
         self.num_usable = memory.last_end(memory.host_end, 0, memory.in_memory)
         self.where = dict[Component, _Where]()
         for component in memory.context.components:
-            first = memory.device_end if component.name == FULL else self.num_usable
-            rows = memory.rows_named(component, range(first, self.num_pages))
+            if component.name == FULL:
+                first, rows = memory.device_end, memory.host_rows
+            else:
+                first, rows = self.num_usable, memory.rows_named(component, range(self.num_usable, self.num_pages))
             is_lacking = ~component.pages.has(rows, HELD | COPY)
             if component.name != FULL:
                 on_device = memory.resident[component.name][first:]
@@ -379,14 +380,6 @@ class PendingPrefetch:
             return True
         return any(len(rows) > 0 and component.name != FULL for component, rows in self.waited.items())
 
-    def begin(self, located: LookupResults) -> None:
-        """Record which pages are in memory or in flight."""
-        self.located = located
-        self.num_usable, self.end = located.num_usable, located.num_pages
-        self.missing = (first_gap(located.full == _IN_MEMORY), self.end)
-        self.num_queried_stores = 0
-        self.lacks_host_pages = self.has_failed = self.has_arrived = False
-
     def plan(self, end: int, now_s: float) -> None:
         """Make the read list for a prefix of `end` pages. Pages of an earlier read list that have not arrived stay in
         `awaited`."""
@@ -418,14 +411,13 @@ class PendingPrefetch:
         if (part := self.read_list.get(component)) is not None:
             rows = np.concatenate((part.rows, rows))
         rows = rows[np.argsort(component.pages.table.index[rows])]
-        self.read_list[component] = ReadList(rows[::-1] if self.handle.overlaps else rows, _NO_STORES)
-        self.find_stores()
+        self.find_stores(component, rows[::-1] if self.handle.overlaps else rows)
 
-    def find_stores(self) -> None:
-        """Record which stores have the pages of the read list."""
+    def find_stores(self, component: CacheComponent, rows: Rows) -> None:
+        """Set the pages of a component in the read list, with the stores that have them."""
         assert self.located is not None
-        for component, part in self.read_list.items():
-            part.stores = self.located.where[component.name][component.pages.table.index[part.rows]] & _STORES
+        stores = self.located.where[component.name][component.pages.table.index[rows]] & _STORES
+        self.read_list[component] = ReadList(rows, stores)
 
     def remove(self, component: CacheComponent, start: int, end: int) -> None:
         """Remove pages [start, end) of a component from the read list."""
@@ -449,17 +441,6 @@ class PendingPrefetch:
         if len(rows):
             component.pages.lock(rows)
             self.locked.setdefault(component, []).append(rows)
-
-    def advance(self, full: CacheComponent) -> int:
-        """Remove from `awaited` all pages before the first page that has not arrived. Returns the number of removed
-        pages."""
-        if len(self.awaited) and not len(self.rows):
-            return 0
-        num_arrived = first_gap(full.pages.has(self.rows[self.awaited - self.first], HELD | COPY))
-        self.awaited = awaited = self.awaited[num_arrived:]
-        self.missing = (int(awaited.min()), int(awaited.max()) + 1) if len(awaited) else (self.end, self.end)
-        self.has_arrived |= num_arrived > 0
-        return num_arrived
 
     def release(self) -> None:
         """Unlock all pages and release all rows."""
@@ -721,6 +702,8 @@ class StoreJobs:
                     end = at + first_gap(~arriving & (stores == stores[0]))
                     return NextRead(component, at, end, store, free[store])
                 else:
+                    if not free:
+                        break
                     skipped.append(int(stores[0]))
                     is_next = (part.stores[at:] & free_bits != 0) & ~np.isin(part.stores[at:], skipped)
                     at = at + int(is_next.argmax()) if is_next.any() else len(part.rows)
@@ -1296,7 +1279,10 @@ class Prefetcher(Movement):
         if located.num_usable == located.num_pages or not self._max_pages:
             self.apply(request, Event.EXHAUSTED)
             return
-        request.begin(located)
+        request.located, request.num_usable, request.end = located, located.num_usable, located.num_pages
+        request.missing = (first_gap(located.full == _IN_MEMORY), request.end)
+        request.num_queried_stores = 0
+        request.lacks_host_pages = request.has_failed = request.has_arrived = False
         for component in context.components:
             if component.name == FULL:
                 pages = range(memory.device_end, memory.num_pages if overlaps else memory.host_end)
@@ -1341,10 +1327,20 @@ class Prefetcher(Movement):
             self._settle(request)
 
     def _advance(self, request: PendingPrefetch) -> None:
-        """Add to the handle's `read_tokens` the pages before the first page that has not arrived."""
-        if num_pages := request.advance(self._context.full):
-            request.handle.read_tokens += num_pages * self._context.tree.page_size
-            request.progress_s = self._clock()
+        """Remove from `awaited` all pages before the first page that has not arrived, and add these pages to the
+        handle's `read_tokens`."""
+        awaited = request.awaited
+        if len(request.rows) or not len(awaited):
+            has = self._context.full.pages.has(request.rows[awaited - request.first], HELD | COPY)
+            num_pages = first_gap(has)
+            request.awaited = awaited = awaited[num_pages:]
+            request.missing = (request.end, request.end)
+            if len(awaited):  # ascending, or descending for an overlapped prompt
+                request.missing = (int(min(awaited[0], awaited[-1])), int(max(awaited[0], awaited[-1])) + 1)
+            if num_pages:
+                request.has_arrived = True
+                request.handle.read_tokens += num_pages * self._context.tree.page_size
+                request.progress_s = self._clock()
         if request.is_idle:
             self._settle(request)
 
@@ -1490,7 +1486,7 @@ class Prefetcher(Movement):
 
     def _discard(self, request: PendingPrefetch) -> None:
         """Remove a request from its queue."""
-        requests = self._queue_of(request)
+        requests = self._queues[request.handle.waits, request.stage]
         at = bisect_left(requests, request.arrival, key=_ARRIVAL)
         if at < len(requests) and requests[at] is request:
             del requests[at]
@@ -1542,7 +1538,8 @@ class Prefetcher(Movement):
         request = lookup.request
         if request.lookup is not lookup:
             if request.lookup is None and isinstance(done, FindDone):
-                request.find_stores()
+                for component, part in request.read_list.items():
+                    request.find_stores(component, part.rows)
             return []
         request.lookup = None
         return [] if self._jobs.look_up(request) else [request]
@@ -1598,7 +1595,8 @@ class Prefetcher(Movement):
         now_s, lost = self._clock(), list[tuple[PendingPrefetch, CacheComponent, Rows]]()
         for request in waiting:
             for component, rows in request.waited.items():
-                is_read, is_held = component.pages.has(rows, READ), component.pages.has(rows)
+                states = component.pages.state[rows]
+                is_read, is_held = states & READ != 0, states & HELD != 0
                 request.waited[component] = rows[is_read]
                 if is_held.any():
                     request.lock(component, rows[is_held])
@@ -1741,7 +1739,7 @@ class Prefetcher(Movement):
         if not waiting:
             return
         backlog = _Backlog(self._policy.cost, self._context.stores, self._jobs.reads.values())
-        num_delayed, now_s = self._load.num_delayed, self._clock()
+        num_delayed, now_s = self._load.num_delayed(), self._clock()
         queued = [request for request in waiting if request not in self._active]
         for request in (*_in_turn(self._active), *queued):
             if request in waiting:

@@ -384,8 +384,9 @@ class RadixTree(Columns):
 
     def required(self, rows: Rows, length: int) -> Expectation:
         """Return the pages that the first `length` tokens of the prefix `rows` need, by component."""
-        found, page = dict[Component, Rows](), self.page_size
-        for component in self.components:
+        page = self.page_size
+        found = {FULL: rows[: length // page]}
+        for component, _ in self._others:
             found[component.name] = rows[component.first_required(length) // page : length // page]
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class FullAttention(CacheComponent):
         page = self._slots.page_size
         return -(-num_tokens // page) * page
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         page = self._slots.page_size
         return self._slots.size // page * page
