@@ -57,7 +57,7 @@ from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_u
 from hicache.flow.writes import writes_of
 from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
-from hicache.pages.key import Tokens, pack_tokens
+from hicache.pages.key import Tokens, owned, pack_tokens
 from hicache.storage.owner import OwnerProcess
 from hicache.stores.tier import StoreTier
 from hicache.tiers import SWA
@@ -785,7 +785,7 @@ def valid_request(request: CacheRequest) -> CacheRequest:
     return dataclasses.replace(
         request,
         request_id=valid_request_id(request.request_id),
-        tokens=valid_tokens(request.tokens),
+        tokens=owned(valid_tokens(request.tokens)),
         namespace=valid_namespace(request.namespace),
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
         priority=valid_count("priority", request.priority, _MAX_RANK),

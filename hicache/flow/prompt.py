@@ -11,7 +11,7 @@ import numpy as np
 
 from hicache.metrics import Metrics
 from hicache.pages.events import EventLog
-from hicache.pages.key import PromptPages, Tokens
+from hicache.pages.key import PromptPages, Tokens, owned
 from hicache.pages.misses import EvictedAges, MissReason, MissReasons
 from hicache.pages.node import Match
 from hicache.pages.states import ABOVE, RAW, TierPages
@@ -51,7 +51,7 @@ class Prompts:
         full_pages = tokens[: len(tokens) // tree.page_size * tree.page_size]
         prompt = None if request_id is None else self._by_request.get(request_id)
         if prompt is None or prompt.namespace != namespace or not np.array_equal(prompt.tokens, full_pages):
-            prompt = Prompt(full_pages.copy(), namespace, tree.prompt_keys(match, full_pages))
+            prompt = Prompt(owned(full_pages), namespace, tree.prompt_keys(match, full_pages))
             prompt.num_bytes = full_pages.nbytes + _PAGE_BYTES * (1 + len(prompt.keys))
             if request_id is not None:
                 if request_id in self._by_request:

@@ -422,7 +422,10 @@ class PendingPrefetch:
     def remove(self, component: CacheComponent, start: int, end: int) -> None:
         """Remove pages [start, end) of a component from the read list."""
         part, removed = self.read_list[component], slice(start, end)
-        part.rows, part.stores = np.delete(part.rows, removed), np.delete(part.stores, removed)
+        if start:
+            part.rows, part.stores = np.delete(part.rows, removed), np.delete(part.stores, removed)
+        else:
+            part.rows, part.stores = part.rows[end:], part.stores[end:]
         if not len(part.rows):
             del self.read_list[component]
 
@@ -808,27 +811,28 @@ class StoreJobs:
         """Publish the pages of a component that jobs have read, the pages of the latest job first: later pages of a
         prompt are evicted first."""
         events, watch, pages = self._context.tree.events, self._context.watch, component.pages
-        is_full, parts, oks, of_jobs = component.name == FULL, list[Rows](), list[bool](), list[int]()
+        is_full, parts, oks, tickets = component.name == FULL, list[Rows](), list[Mask](), self._read_pages
         for job, done in reversed(ended):
-            parts.append(job.rows)
-            oks += done.ok
-            of_jobs += [job.ticket] * len(job.rows)
-        rows, ok, tickets = np.concatenate(parts), np.array(oks, np.bool_), np.array(of_jobs)
-        is_live = self._read_pages[component.name].ticket[rows] == tickets
-        self.num_pages -= len(rows) if is_full else 0
-        if not is_live.all():
-            rows, ok, tickets = rows[is_live], ok[is_live], tickets[is_live]
+            rows, ok = job.rows, np.array(done.ok, np.bool_)
+            self.num_pages -= len(rows) if is_full else 0
+            is_live = tickets[component.name].ticket[rows] == job.ticket
+            if not is_live.all():
+                rows, ok = rows[is_live], ok[is_live]
+            job.read_rows = rows if ok.all() else rows[ok]
+            parts.append(rows)
+            oks.append(ok)
+        rows, ok = (parts[0], oks[0]) if len(ended) == 1 else (np.concatenate(parts), np.concatenate(oks))
         if is_full and watch is not None and not ok.all():
             watch.forget(pages.table.keys_of(rows[~ok]))
         read_rows = pages.complete(rows, ok)
-        pages.mark_stored(read_rows, pages.source[read_rows])
-        from_disk = pages.source[read_rows] == DISK.bit
-        self._context.page_uses.read(pages.table.name[read_rows[from_disk]])
+        sources = pages.source[read_rows]
+        pages.mark_stored(read_rows, sources)
+        from_disk = read_rows[sources == DISK.bit]
+        if len(from_disk):
+            self._context.page_uses.read(pages.table.name[from_disk])
         if is_full:
             self._counters.read_tokens.value += len(read_rows) * self._context.tree.page_size
-        tickets = tickets[ok]
         for job, _ in ended:
-            job.read_rows = read_rows[tickets == job.ticket]
             if is_full and events is not None and watch is not None:
                 for announced in watch.announced(pages.table.keys_of(job.read_rows)):
                     events.loaded(announced, from_disk=job.store is DISK)
@@ -1329,10 +1333,13 @@ class Prefetcher(Movement):
     def _advance(self, request: PendingPrefetch) -> None:
         """Remove from `awaited` all pages before the first page that has not arrived, and add these pages to the
         handle's `read_tokens`."""
-        awaited = request.awaited
+        awaited, num_pages = request.awaited, 0
         if len(request.rows) or not len(awaited):
-            has = self._context.full.pages.has(request.rows[awaited - request.first], HELD | COPY)
-            num_pages = first_gap(has)
+            while len(part := awaited[num_pages : num_pages + _MAX_PAGES]):
+                has = self._context.full.pages.has(request.rows[part - request.first], HELD | COPY)
+                num_pages += first_gap(has)
+                if not has.all():
+                    break
             request.awaited = awaited = awaited[num_pages:]
             request.missing = (request.end, request.end)
             if len(awaited):  # ascending, or descending for an overlapped prompt

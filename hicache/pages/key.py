@@ -92,18 +92,17 @@ def _view(memory: _Memory) -> Tokens:
     return tokens
 
 
-def _memory_of(tokens: Tokens) -> _Memory | None:
-    """Return the memory of which `tokens` are a view, if this module allocated it."""
+def owned(tokens: Tokens) -> Tokens:
+    """Return packed tokens in memory that does not change. The tokens are copied if a caller owns their memory, or if a
+    view would keep more than twice the memory of the tokens alive."""
     base: Any = tokens.base.base if isinstance(tokens.base, np.ndarray) else tokens.base
-    return base.obj if isinstance(base, memoryview) and isinstance(base.obj, _Memory) else None
+    is_owned = isinstance(base, memoryview) and isinstance(base.obj, _Memory)
+    return tokens if is_owned and 2 * len(tokens) * _ITEM >= len(base.obj) else _view(_Memory(tokens))
 
 
 class TokenRun:
-    """Packed tokens in memory that does not change.
-
-    The tokens are copied if the run is short, if a caller owns their memory, or if a view would keep more than twice
-    the memory of the run alive. Other runs are views, which neither an insertion nor a split copies.
-    """
+    """Packed tokens in memory that does not change. The tokens of short runs are copied. Long runs are `owned`: neither
+    an insertion nor a split copies them again."""
 
     __slots__ = ("_raw", "_tokens", "num_tokens")
 
@@ -111,9 +110,8 @@ class TokenRun:
         self.num_tokens = len(tokens)
         self._raw: _Memory | None = None
         self._tokens: Tokens | None = None
-        memory = _memory_of(tokens) if len(tokens) >= _SHARED_TOKENS else None
-        if memory is not None and 2 * len(tokens) * _ITEM >= len(memory):
-            self._tokens = tokens
+        if len(tokens) >= _SHARED_TOKENS:
+            self._tokens = owned(tokens)
         else:
             # A bytearray compares with a buffer by memcmp, which is faster than starting a numpy operation.
             self._raw = _Memory(tokens)

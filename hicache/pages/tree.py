@@ -265,6 +265,7 @@ class RadixTree(Columns):
         window_from: int | None = None,
         donated: Mapping[Component, torch.Tensor] | None = None,
         keys: Sequence[bytes] = (),
+        rows: Rows | None = None,
     ) -> Inserted:
         """Add complete pages `tokens` after `parent`, without locks. `value`: the slots of the tokens; the tree copies
         this tensor.
@@ -272,7 +273,7 @@ class RadixTree(Columns):
         Stops before a page that a load in flight writes, because the load may fail (`Inserted.accepted_len`).
         `window_from`: tokens from this position on have window slots mapped to their slots; nodes end at this position.
         `donated`: values at the end of `tokens`, like a recurrent state, see `attach`. `keys`: known keys of the first
-        pages.
+        pages. `rows`: the rows of the pages, if the table has a row for each page.
         """
         page, raw, node, pos = self.page_size, bytes_of(tokens), parent, 0
         existing, gained, adopted = list[Rows](), list[Rows](), list[tuple[int, int]]()
@@ -284,8 +285,13 @@ class RadixTree(Columns):
             child_key = (namespace, first) if node.parent is None else first
             child = node.children.get(child_key)
             if child is None:
-                known = keys[pos // page : limit // page]
-                node = self._grow(node, child_key, tokens[pos:limit], value[pos:limit], namespace, known)
+                span, last = slice(pos // page, limit // page), NO_ROW if node is self.root else int(node.rows[-1])
+                if rows is None:
+                    new_rows = self._add_rows(node, last, tokens[pos:limit], namespace, keys[span])
+                else:
+                    new_rows = rows[span]
+                    self.table.link(new_rows, last)
+                node = self._grow(node, child_key, tokens[pos:limit], value[pos:limit], namespace, new_rows)
                 gained.append(node.rows)
                 if has_windows and self._windows is not None:
                     self._windows.enter(node.rows)
@@ -536,6 +542,19 @@ class RadixTree(Columns):
             previous = self.keys_of(node)[-1] if node.parent is not None else self._hasher.seed(namespace)
         return [*known, *self._hasher.chain(previous, tokens[len(known) * self.page_size :])]
 
+    def _add_rows(self, parent: TreeNode, before: int, tokens: Tokens, namespace: str, known: Sequence[bytes]) -> Rows:
+        """Return the rows of pages `tokens` after `parent`, and add missing rows. `before`: the last row of `parent`;
+        `known`: keys of the first pages."""
+        page, index = self.page_size, parent.depth_tokens // self.page_size
+        if self._is_keyed:
+            return self.table.add(self._following(parent, namespace, tokens, known), index, previous=before)
+        rows = self.table.add_unnamed(len(tokens) // page, index)
+        if self._reads_names:
+            first = hash(namespace) & (1 << 64) - 1 if before == NO_ROW else int(self.table.name[before])
+            self.table.name[rows] = _names(tokens[::page], np.uint64(first), index)
+        self.table.link_new(rows, before)
+        return rows
+
     def _grow(
         self,
         parent: TreeNode,
@@ -543,19 +562,9 @@ class RadixTree(Columns):
         tokens: Tokens,
         value: torch.Tensor,
         namespace: str,
-        known: Sequence[bytes],
+        rows: Rows,
     ) -> TreeNode:
-        """Make a new node of pages `tokens` with slots `value` after `parent`."""
-        page, index = self.page_size, parent.depth_tokens // self.page_size
-        before = int(parent.rows[-1]) if parent.parent is not None else NO_ROW
-        if self._is_keyed:
-            rows = self.table.add(self._following(parent, namespace, tokens, known), index, previous=before)
-        else:
-            rows = self.table.add_unnamed(len(tokens) // page, index)
-            if self._reads_names:
-                first = hash(namespace) & (1 << 64) - 1 if before == NO_ROW else int(self.table.name[before])
-                self.table.name[rows] = _names(tokens[::page], np.uint64(first), index)
-            self.table.link_new(rows, before)
+        """Make a new node of pages `tokens` with slots `value` and rows `rows` after `parent`."""
         self.table.hold(rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         self.table.hits[at] = 1 if self._below is None else np.where(self._below.state[at], self.table.hits[at], 1)

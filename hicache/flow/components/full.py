@@ -95,7 +95,7 @@ class FullAttention(CacheComponent):
         page, prompt, (rows, pages) = self.page_size, load.prompt, load.pages[FULL]
         first, last = int(pages[0]), int(pages[-1]) + 1
         tokens, value = prompt.tokens[first * page : last * page], slots[: len(rows) * page]
-        inserted = self.tree.insert(load.node, tokens, value, prompt.namespace, keys=prompt.keys[first:last])
+        inserted = self.tree.insert(load.node, tokens, value, prompt.namespace, rows=rows)
         assert np.array_equal(inserted.gained, rows), "the tree already had some of the pages to load"
         load.brings[FULL], load.node = rows, inserted.node
         self.resident.begin_load(rows, load.number)
