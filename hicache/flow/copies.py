@@ -671,7 +671,8 @@ class Copies(Movement):
     def stop_reading(self, load: Load) -> None:
         """Record that a lease, or a load that depends on `load`, no longer reads its pages."""
         load.readers -= 1
-        self._free_unread(load)
+        if load.completed and not load.readers:
+            self._free_unread(load)
 
     def detach(self, load: Load) -> None:
         """Clear the load number of the pages of a load that has ended."""
@@ -718,7 +719,8 @@ class Copies(Movement):
         load.orphan_states = {}
         for below in depended_on:
             self.stop_reading(below)
-        self._free_unread(load)
+        if not load.readers:
+            self._free_unread(load)
         self.is_partly_applied = False
 
     def _abandon(self, load: Load) -> None:
@@ -732,9 +734,7 @@ class Copies(Movement):
         self.detach(load)
 
     def _free_unread(self, load: Load) -> None:
-        """If a load has ended and has no readers, free its load ids, and the slots of a failed load."""
-        if load.readers or not load.completed:
-            return
+        """Free the load ids of a load that has ended and has no readers, and the slots of a failed load."""
         for slots in load.orphans:
             self._context.full.free(slots)
         load.orphans.clear()

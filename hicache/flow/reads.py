@@ -133,6 +133,7 @@ _TOLERANCE = 2.0
 # Locations of a page in addition to the bits of stores, see `LookupResults`.
 _READ, _IN_MEMORY, _STORES = np.uint8(0x40), np.uint8(0x80), np.uint8(DISK.bit | REMOTE.bit)
 _ARRIVAL, _BIT, _IS_URGENT = attrgetter("arrival"), attrgetter("bit"), attrgetter("is_urgent")
+_OF_BIT = {DISK.bit: DISK, REMOTE.bit: REMOTE}
 _READ_LIST, _WAITS = attrgetter("read_list"), attrgetter("handle.waits")
 
 
@@ -701,7 +702,7 @@ class StoreJobs:
                     request.has_failed = True
                     request.read_list.clear()
                     return None
-                elif (store := self._sooner(int(stores[0]), is_urgent=request.is_urgent)) in free:
+                elif (store := _OF_BIT.get(int(stores[0])) or self._sooner(is_urgent=request.is_urgent)) in free:
                     end = at + first_gap(~arriving & (stores == stores[0]))
                     return NextRead(component, at, end, store, free[store])
                 else:
@@ -874,13 +875,8 @@ class StoreJobs:
                 found[store] = min(num_free, num_missing)
         return found
 
-    def _sooner(self, stores: int, *, is_urgent: bool) -> Store:
-        """Return the store that would read the next full page first. `stores`: bit set of the stores that have the
-        page."""
-        if stores == DISK.bit:
-            return DISK
-        if stores == REMOTE.bit:
-            return REMOTE
+    def _sooner(self, *, is_urgent: bool) -> Store:
+        """Return the store that would read the next full page first, if both stores have the page."""
         return min((DISK, REMOTE), key=lambda store: self._wait_s(store, is_urgent=is_urgent))
 
     def _wait_s(self, store: Store, *, is_urgent: bool) -> tuple[float, int]:
@@ -1439,7 +1435,8 @@ class Prefetcher(Movement):
         self._has_changes = True
         self._jobs.stop_waiting(request)
         request.release()
-        self._note_planned(request)
+        self._num_planned -= request.num_planned
+        request.num_planned = 0
 
     # Turns
 
@@ -1515,6 +1512,8 @@ class Prefetcher(Movement):
         """Return the number of pages that may still be read for a request: the unclaimed pages of the prefetch share,
         or of the complete host pool if no other request claims pages."""
         claimed, full = self._claimed(), self._context.full
+        if not claimed:
+            return full.host.num_pages
         own = self._share.of(request.handle.request_id) + request.num_planned
         own += len(request.waited.get(full, NO_ROWS))
         return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)

@@ -132,7 +132,8 @@ class TokenRun:
         length = min(self.num_tokens, len(tokens) - start)
         if self._raw is not None and self._raw.startswith(raw[start * _ITEM : (start + length) * _ITEM]):
             return length
-        same = self.tokens[:length] == tokens[start : start + length]
+        own_tokens = self.tokens if self._tokens is None else self._tokens
+        same = own_tokens[:length] == tokens[start : start + length]
         first = int(same.argmin()) if length else 0
         return length if not length or same[first] else first
 

@@ -533,9 +533,6 @@ class RadixTree(Columns):
 
     def _following(self, node: TreeNode, namespace: str, tokens: Tokens, known: Sequence[bytes] = ()) -> list[bytes]:
         """Return the keys of the complete pages in `tokens`, after `node`. `known`: keys of the first pages."""
-        num_pages = len(tokens) // self.page_size
-        if len(known) >= num_pages:
-            return [*known[:num_pages]]
         if known:
             previous = known[-1]
         else:
@@ -547,7 +544,8 @@ class RadixTree(Columns):
         `known`: keys of the first pages."""
         page, index = self.page_size, parent.depth_tokens // self.page_size
         if self._is_keyed:
-            return self.table.add(self._following(parent, namespace, tokens, known), index, previous=before)
+            keys = known if len(known) * page == len(tokens) else self._following(parent, namespace, tokens, known)
+            return self.table.add(keys, index, previous=before)
         rows = self.table.add_unnamed(len(tokens) // page, index)
         if self._reads_names:
             first = hash(namespace) & (1 << 64) - 1 if before == NO_ROW else int(self.table.name[before])
