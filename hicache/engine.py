@@ -57,7 +57,7 @@ from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_u
 from hicache.flow.writes import writes_of
 from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
-from hicache.pages.key import Tokens, owned, pack_tokens
+from hicache.pages.key import SHARED_TOKENS, Tokens, owned, pack_tokens
 from hicache.storage.owner import OwnerProcess
 from hicache.stores.tier import StoreTier
 from hicache.tiers import SWA
@@ -782,10 +782,11 @@ def valid_request(request: CacheRequest) -> CacheRequest:
         raise InvalidArgument("session_end=True excludes expected_uses and next_turn_within_s; give one of them")
     if not isinstance(points, Iterable):
         raise InvalidArgument(f"branch_points={points!r} is of type {type(points).__name__}; give positions")
+    tokens = valid_tokens(request.tokens)
     return dataclasses.replace(
         request,
         request_id=valid_request_id(request.request_id),
-        tokens=owned(valid_tokens(request.tokens)),
+        tokens=owned(tokens) if len(tokens) >= SHARED_TOKENS else tokens,  # lease and prompt share long tokens
         namespace=valid_namespace(request.namespace),
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
         priority=valid_count("priority", request.priority, _MAX_RANK),

@@ -677,7 +677,7 @@ class Copies(Movement):
     def detach(self, load: Load) -> None:
         """Clear the load number of the pages of a load that has ended."""
         for name, rows in load.brings.items():
-            self._context.by_name[name].resident.end_load(rows)
+            self._context.by_name[name].resident.load[rows] = 0
         load.brings = {}
 
     @staticmethod

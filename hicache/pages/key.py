@@ -30,7 +30,7 @@ Tokens = npt.NDArray[np.int64]
 
 _ITEM = 8
 _MANY_IDS = 64
-_SHARED_TOKENS = 4096  # 32 KiB; numpy compares runs of at least this size at the speed of memcmp
+SHARED_TOKENS = 4096  # 32 KiB; numpy compares runs of at least this size at the speed of memcmp
 _MAX_ID = np.iinfo(np.int64).max
 
 
@@ -110,7 +110,7 @@ class TokenRun:
         self.num_tokens = len(tokens)
         self._raw: _Memory | None = None
         self._tokens: Tokens | None = None
-        if len(tokens) >= _SHARED_TOKENS:
+        if len(tokens) >= SHARED_TOKENS:
             self._tokens = owned(tokens)
         else:
             # A bytearray compares with a buffer by memcmp, which is faster than starting a numpy operation.

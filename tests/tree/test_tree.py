@@ -162,11 +162,11 @@ def test_sharing_ends_at_a_load_in_flight() -> None:
     tree.insert(tree.root, tokens[:2], torch.arange(1, 3))
     loading = tree.insert(tree.root, tokens, torch.arange(1, 7)).node
     tree.lock(loading)
-    tree.pages[FULL].begin_load(loading.rows, 1)
+    tree.pages[FULL].load[loading.rows] = 1
     inserted = tree.insert(tree.root, tokens, offered, donated=state)
     assert inserted.existing.tolist() == [1, 2] and not len(inserted.gained)
     assert (inserted.accepted_len, inserted.attached) == (2, set())
-    tree.pages[FULL].end_load(loading.rows)
+    tree.pages[FULL].load[loading.rows] = 0
     tree.unlock(loading)
     for attached in ({MAMBA}, set()):
         inserted = tree.insert(tree.root, tokens, offered, donated=state)

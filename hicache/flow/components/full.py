@@ -98,7 +98,7 @@ class FullAttention(CacheComponent):
         inserted = self.tree.insert(load.node, tokens, value, prompt.namespace, rows=rows)
         assert np.array_equal(inserted.gained, rows), "the tree already had some of the pages to load"
         load.brings[FULL], load.node = rows, inserted.node
-        self.resident.begin_load(rows, load.number)
+        self.resident.load[rows] = load.number
         return value
 
     def fail_load(self, load: Load) -> None:
