@@ -161,7 +161,7 @@ class _Case:
         served.engine.flush()
         assert store.page_bytes, "what was computed to warm up is in the store"
         tree = served.engine.inspect.context.tree
-        store.fill(key for tokens in known for key in tree.names.of_prompt(tree.match(tokens, ""), tokens))
+        store.fill(key for tokens in known for key in tree.prompt_keys(tree.match(tokens, ""), tokens))
         self.token_bytes = store.page_bytes / tree.page_size
 
     def name(self, variant: Variant) -> str:

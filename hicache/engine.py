@@ -8,8 +8,11 @@ take effect in `acquire()`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import math
+import operator
 import os
 import threading
 import time
@@ -17,8 +20,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -32,6 +36,7 @@ from hicache.errors import (
     ForeignLease,
     HiCacheError,
     InvalidArgument,
+    InvalidTokens,
     InvariantError,
     LeaseEnded,
     NotRunning,
@@ -44,26 +49,15 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
-from hicache.flow.misses import Misses
 from hicache.flow.movement import Load, Movement, settle
 from hicache.flow.prompt import Prompts
 from hicache.flow.reads import Prefetcher, look_up
 from hicache.flow.stop import flush, store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
-from hicache.flow.validation import (
-    valid_count,
-    valid_interval,
-    valid_mode,
-    valid_namespace,
-    valid_number,
-    valid_pass,
-    valid_request,
-    valid_request_id,
-    valid_tokens,
-)
 from hicache.flow.writes import writes_of
 from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
+from hicache.pages.key import SHARED_TOKENS, Tokens, owned, pack_tokens
 from hicache.storage.owner import OwnerProcess
 from hicache.stores.tier import StoreTier
 from hicache.tiers import SWA
@@ -76,6 +70,12 @@ log = logging.getLogger(__name__)
 
 _EXIT_S = 5.0  # maximum time of `abandon`
 _LOOK_S = 0.001  # time between two checks whether a call has ended
+_MODES = get_args(PrefetchMode)
+_MAX_COUNT = (1 << 63) - 1
+_MAX_RANK = (1 << 31) - 1  # maximum priority and number of uses: up to 2^31, eviction ranks (sums of floats) are exact
+MAX_NEXT_TURN_S = 86_400.0  # a day; a next turn after more than a day may still hit pages that were not evicted
+# The maximum tokens and seconds of a reported pass, so that a wrong report spoils the estimates only briefly.
+_MAX_PASS_TOKENS, _MAX_PASS_S = 1 << 32, 1e6
 C = TypeVar("C", bound=CacheComponent)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -181,7 +181,6 @@ class CacheEngine:
         self._admit = Admit(context, self._prompts, self._copies)
         self._requests = requests = Requests(self._leases, self._admit.expected)
         self._prefetcher = Prefetcher(context, self._prompts, policy, requests) if context.stores else None
-        self._misses = Misses(context.metrics, context.tree.page_size, context.watch)
         self._commit = Commit(context, self._copies, self._writes)
         movements = (self._copies, self._admit.staged, *self._writes, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
@@ -303,9 +302,8 @@ class CacheEngine:
         on_disk, remote, known = 0, 0, True
         if self._prefetcher is not None and located is not None:
             on_disk, remote, known = look_up(located, wait_s)
-        missed = self._misses.of(
-            located.prompt.keys if located is not None else (), usable + on_disk + remote, len(packed), ()
-        )
+        keys = located.prompt.keys if located is not None else ()
+        missed = self._admit.missed(keys, usable + on_disk + remote, len(packed), ())
         return LookupResult(device, usable - device, on_disk, known, remote, missed)
 
     @running
@@ -391,14 +389,14 @@ class CacheEngine:
         try:
             if prefetcher:
                 prefetcher.require_ready(request.request_id)
-            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id))
+            lease = self._admit.acquire(request, self._requests.num_delayed(request.request_id))
         except ResourceExhausted as error:
             self._admit.refused(error)
             raise
         self._leases[request.request_id], lease.on_exit = lease, self.release
         try:
             self._admit.forget(request.request_id)
-            self._misses.count(lease, prefetcher.unread(request.request_id) if prefetcher else ())
+            self._admit.count_missed(lease, prefetcher.unread(request.request_id) if prefetcher else ())
             if prefetcher:
                 prefetcher.admit(lease)
             else:
@@ -423,7 +421,7 @@ class CacheEngine:
             return Hit()
         before = lease.cached_len
         try:
-            hit = self._admit.join(lease, num_tokens, self._requests.num_delayed_by(request_id))
+            hit = self._admit.join(lease, num_tokens, self._requests.num_delayed(request_id))
             if hit.tokens:
                 self._prefetcher.joined(lease, num_tokens - before, hit.tokens)
         except BaseException:
@@ -519,7 +517,7 @@ class CacheEngine:
 
         Raises `ForeignLease`. In a fork, this method does nothing.
         """
-        if isinstance(lease, Lease) and (lease.released or not self._owner.is_here):
+        if isinstance(lease, Lease) and (lease.released or self._owner.pid != os.getpid()):
             return
         self._held((lease,))
         self._release(lease, continues=continues)
@@ -688,3 +686,115 @@ def abandon(
         store.abandon(max(0.0, deadline_s - time.monotonic()))
     if events is not None:
         events.abandon(deadline_s)
+
+
+# Checks of the arguments of all methods, made before anything changes. Each function returns the normalized value, or
+# raises an error with the given value and the allowed ones.
+
+
+def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1, known_len: int = 0) -> Tokens:
+    """Return at least `minimum` token ids as contiguous int64 `[n]`, without a copy if possible. Raises
+    `InvalidTokens`.
+
+    The first `known_len` tokens are not checked, because the caller compares them with valid tokens.
+    """
+    ids = pack_tokens(tokens)
+    if len(ids) < minimum:
+        raise InvalidTokens("there are no tokens; give at least one token id")
+    fresh = ids[known_len:]
+    if len(fresh) and fresh.min() < 0:
+        raise InvalidTokens(f"the lowest token id is {fresh.min()}; give ids of at least 0")
+    return ids
+
+
+def valid_namespace(namespace: str) -> str:
+    """Return a namespace that can be part of page keys. Raises `InvalidArgument`."""
+    if not isinstance(namespace, str):
+        raise InvalidArgument(f"namespace={namespace!r} is of type {type(namespace).__name__}; give a str")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"namespace={namespace!a} has no UTF-8 form (position {error.start}); give text without lone surrogates"
+        ) from None
+    return namespace
+
+
+def valid_request_id(request_id: str) -> str:
+    """Return a request id that is a str. Raises `InvalidArgument`."""
+    if not isinstance(request_id, str):
+        raise InvalidArgument(f"request_id={request_id!r} is of type {type(request_id).__name__}; give a str")
+    return request_id
+
+
+def valid_mode(mode: PrefetchMode) -> PrefetchMode:
+    """Return a known prefetch mode. Raises `InvalidArgument`."""
+    if mode not in _MODES:
+        raise InvalidArgument(f"mode={mode!r}: choose one of {', '.join(_MODES)}")
+    return mode
+
+
+def valid_number(name: str, value: Any, maximum: float = math.inf) -> float:
+    """Return a number from 0 to `maximum`. Raises `InvalidArgument`."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise InvalidArgument(f"{name}={value!r} is of type {type(value).__name__}; give a number")
+    if not 0 <= value <= maximum:
+        raise InvalidArgument(f"{name}={value} is not from 0 to {maximum:g}")
+    return float(value)
+
+
+def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT, minimum: int = 0) -> int:
+    """Return `value` as an int from `minimum` to `maximum`. Accepts each integer type except bool. Raises
+    `InvalidArgument`."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(f"{name}={value!r} is of type {type(value).__name__}; give a whole number")
+    if not minimum <= count <= maximum:
+        shown = f"{name}={count}" if abs(count) <= _MAX_COUNT else f"{name}=..., a number of {count.bit_length()} bits,"
+        raise InvalidArgument(f"{shown} is not from {minimum} to {maximum}")
+    return count
+
+
+def valid_interval(start: Any, end: Any) -> tuple[int, int]:
+    """Return `start` and `end` as ints of at least 0. Raises `InvalidArgument`."""
+    if type(start) is int and type(end) is int and 0 <= start <= _MAX_COUNT and 0 <= end <= _MAX_COUNT:
+        return start, end
+    return valid_count("start", start), valid_count("end", end)
+
+
+def valid_pass(num_tokens: Any, seconds: Any, mean_position: Any) -> tuple[int, float, float]:
+    """Return tokens, seconds and mean position of a pass. Raises `InvalidArgument`."""
+    tokens = valid_count("num_tokens", num_tokens, _MAX_PASS_TOKENS)
+    position = tokens / 2 if mean_position is None else valid_number("mean_position", mean_position, _MAX_PASS_TOKENS)
+    return tokens, valid_number("seconds", seconds, _MAX_PASS_S), position
+
+
+def valid_request(request: CacheRequest) -> CacheRequest:
+    """Return the request with contiguous tokens. Raises `InvalidTokens` and `InvalidArgument`."""
+    if not isinstance(request, CacheRequest):
+        raise InvalidArgument(f"a {type(request).__name__} was given for a request; give a CacheRequest")
+    reserve, uses, points = request.reserve_tokens, request.expected_uses, request.branch_points
+    cached, within_s = request.max_cached_tokens, request.next_turn_within_s
+    if request.session_end and (uses is not None or within_s is not None):
+        raise InvalidArgument("session_end=True excludes expected_uses and next_turn_within_s; give one of them")
+    if not isinstance(points, Iterable):
+        raise InvalidArgument(f"branch_points={points!r} is of type {type(points).__name__}; give positions")
+    tokens = valid_tokens(request.tokens)
+    return dataclasses.replace(
+        request,
+        request_id=valid_request_id(request.request_id),
+        tokens=owned(tokens) if len(tokens) >= SHARED_TOKENS else tokens,  # lease and prompt share long tokens
+        namespace=valid_namespace(request.namespace),
+        reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
+        priority=valid_count("priority", request.priority, _MAX_RANK),
+        branch_points=tuple(map(functools.partial(valid_count, "branch_points"), points)),
+        is_counted=bool(request.is_counted),
+        may_wait=bool(request.may_wait),
+        max_cached_tokens=None if cached is None else valid_count("max_cached_tokens", cached),
+        expected_uses=None if uses is None else valid_count("expected_uses", uses, _MAX_RANK, minimum=1),
+        session_end=bool(request.session_end),
+        next_turn_within_s=None if within_s is None else valid_number("next_turn_within_s", within_s, MAX_NEXT_TURN_S),
+    )

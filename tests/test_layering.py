@@ -34,12 +34,12 @@ SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 
 # Movements within flow/, from the top level down. A movement imports those of lower levels.
 FLOW_LEVELS = (
-    ("upkeep", "validation", "stop"),
+    ("upkeep", "stop"),
     ("admit", "commit"),
     ("staged_load",),
     ("copies",),
     ("reads", "writes"),
-    ("counters", "located", "cost", "misses"),
+    ("located", "cost"),
     ("context",),
     ("components",),
     ("lease",),

@@ -3,7 +3,9 @@
     slots [0, page_size)                          page 0, for padding: never allocated
     slots [page_size, (num_pages + 1)*page_size)  pages 1..num_pages, each free or allocated, never both
 
-An allocator owns the free list; the pool owns its tensors.
+An allocator owns the free list; the pool owns its tensors. On ids in host memory, numpy is used, which runs on one
+thread: torch divides work on ten thousand ids among its threads, and on a busy machine, waking these threads takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -12,17 +14,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hicache.alloc.on_host import ascending
-from hicache.alloc.owned import OwnedPages
 from hicache.config.environment import debug_checks, kernel_choice
-from hicache.errors import ConfigError, InvariantError, ShapeError
+from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 from hicache.metrics import PoolStats, Pressure, memory_pressure, pool_stats
 from hicache.tiers import joined
 
 _MAX_PARTS = 64
 
+Ids = npt.NDArray[np.int64]
 CpuCopy = list[list[tuple[torch.Tensor, ...]]]
 
 
@@ -41,6 +44,59 @@ class AllocatorState:
 
     free_pages: torch.Tensor
     release_pages: torch.Tensor
+
+
+class OwnedPages:
+    """Flags of pages 1..num_pages of one allocator. Allocators on the CPU always use the flags. Allocators on other
+    devices use them only in debug mode, because the host would wait for the device to read the flags."""
+
+    def __init__(self, num_pages: int, page_size: int, free: torch.Tensor) -> None:
+        """Mark all pages except `free` as allocated."""
+        self._page_size = page_size
+        self.flags = torch.ones(num_pages + 1, dtype=torch.bool, device=free.device)
+        self.flags[0] = False
+        self.flags[free] = False
+        self._on_host = self.flags.numpy() if free.device.type == "cpu" else None
+
+    def take(self, pages: torch.Tensor) -> None:
+        """Mark pages as allocated."""
+        if self._on_host is None:
+            self.flags[pages] = True
+        else:
+            self._on_host[pages.numpy()] = True
+
+    def give(self, pages: torch.Tensor) -> None:
+        """Mark pages as free. Raises DoubleFree, before any change, if a page is not allocated or is passed twice."""
+        if self._on_host is None:
+            self._check(pages)
+            self.flags[pages] = False
+            return
+        ids: Ids = pages.numpy()
+        if not self._all_owned_once(ids):
+            self._check(pages)
+        self._on_host[ids] = False
+
+    def _all_owned_once(self, ids: Ids) -> bool:
+        assert self._on_host is not None
+        # `count_nonzero` is several times faster than `all` on the few ids of most frees.
+        if np.count_nonzero(ids[1:] > ids[:-1]) < len(ids) - 1:
+            ids = np.sort(ids)
+            if np.count_nonzero(ids[1:] == ids[:-1]):
+                return False
+        inside = not len(ids) or (ids[0] > 0 and ids[-1] < len(self._on_host))
+        return bool(inside and np.count_nonzero(self._on_host[ids]) == len(ids))
+
+    def _check(self, pages: torch.Tensor) -> None:
+        last = len(self.flags) - 1
+        outside = pages[(pages < 1) | (pages > last)]
+        if outside.numel():
+            raise DoubleFree(f"pages {outside[:8].tolist()} were freed, but pages are 1..{last}")
+        twice = pages[~self.flags[pages]]
+        if twice.numel():
+            raise DoubleFree(f"pages {twice[:8].tolist()} of {self._page_size} tokens were freed and are not allocated")
+        ids, counts = pages.unique(return_counts=True)
+        if ids.numel() != pages.numel():
+            raise DoubleFree(f"slots {ids[counts > 1][:8].tolist()} are freed twice in one call")
 
 
 class BaseTokenToKVPoolAllocator(ABC):
@@ -327,3 +383,39 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self._kvcache is None:
             raise ConfigError("this allocator was built without a pool; pass kvcache to copy the contents of slots")
         return self._kvcache
+
+
+def ascending(ids: torch.Tensor) -> torch.Tensor:
+    """Sort ids. In host memory, numpy's stable sort is used, because it only merges the few ascending runs of ids that
+    were freed together."""
+    if not ids.is_cpu:
+        return ids.sort().values
+    return torch.from_numpy(np.sort(ids.numpy(), kind="stable"))
+
+
+def slots_of(pages: torch.Tensor, page_size: int, offsets: torch.Tensor) -> torch.Tensor:
+    """Return all slots of pages, in page order. `offsets` is int64 [0, 1, ..., `page_size` - 1], on the device of the
+    pages."""
+    if not pages.is_cpu:
+        return (pages[:, None] * page_size + offsets).reshape(-1)
+    return torch.from_numpy((pages.numpy()[:, None] * page_size + offsets.numpy()).reshape(-1))
+
+
+def are_runs(slots: torch.Tensor, page_size: int) -> bool:
+    """Return whether `slots`, in host memory, consist of runs of `page_size` slots, each run on one page; the last run
+    may be shorter."""
+    pages: Ids = slots.numpy() // page_size
+    return bool((pages == np.repeat(pages[::page_size], page_size)[: len(pages)]).all())
+
+
+def distinct(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the distinct page ids, ascending. `pages`: the page id of each slot. In host memory, this function is fast
+    if the slots are complete pages."""
+    if not pages.is_cpu:
+        found: torch.Tensor = pages.unique()
+        return found
+    ids: Ids = pages.numpy()
+    firsts = ids[::page_size]
+    if len(ids) == len(firsts) * page_size and (ids.reshape(-1, page_size) == firsts[:, None]).all():
+        ids = firsts
+    return torch.from_numpy(np.unique(ids))

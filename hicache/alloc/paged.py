@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator
-from hicache.alloc.on_host import are_runs, distinct, slots_of
+from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator, are_runs, distinct, slots_of
 from hicache.errors import InvariantError, ShapeError
 from hicache.kernels.alloc_decode import alloc_decode
 from hicache.kernels.alloc_extend import alloc_extend

@@ -49,8 +49,7 @@ from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.pages.components import TreeComponent
 from hicache.pages.events import EventLog
-from hicache.pages.key import PageHasher
-from hicache.pages.names import PageNames
+from hicache.pages.key import PageHasher, component_keys
 from hicache.pages.node import TreeNode
 from hicache.pages.states import ABOVE, TierPages
 from hicache.pages.table import PageTable, Rows
@@ -102,7 +101,7 @@ def build_engine(
 
     def is_on_host(node: TreeNode, name: Component) -> bool:
         pages = links[name].pages
-        return pages is not None and tree.names.of_component(name, tree.table.keys_of(node.rows[-1:]))[0] in pages
+        return pages is not None and component_keys(name, tree.table.keys_of(node.rows[-1:]))[0] in pages
 
     others = [found for found in present.values() if found.name != FULL]
     has_lower_tier = config.has_host and write_policy.on_eviction is not OnEviction.DROP
@@ -287,7 +286,7 @@ def _links(
         watch.left(full, rows)
         if windows is not None:
             keys = full.table.keys_of(rows[~full.has(rows, ABOVE)])
-            windows.discard(windows.table.known(PageNames.of_component(SWA, keys)))
+            windows.discard(windows.table.known(component_keys(SWA, keys)))
 
     for name, space in spaces.items():
         host, pages, packer = hosts.get(name), None, packers.get(name)

@@ -143,21 +143,27 @@ class ReqToTokenPool:
         return 0 < row <= self.size and self._taken[row]
 
     def _take_for(self, requests: Sequence[TableRequest]) -> list[int] | None:
-        stale = [r.req_pool_idx for r in requests if r.req_pool_idx is not None and not self._holds(r.req_pool_idx)]
+        stale, waiting = list[int](), dict[int, TableRequest]()
+        for request in requests:
+            if request.req_pool_idx is None:
+                waiting[id(request)] = request
+            elif not self._holds(request.req_pool_idx):
+                stale.append(request.req_pool_idx)
         if stale:
             raise InvariantError("ReqToTokenPool", [f"requests name rows {stale} that are not allocated"])
-        waiting = list({id(request): request for request in requests if request.req_pool_idx is None}.values())
         rows = self._take(len(waiting))
         if rows is None:
             return None
-        for request, row in zip(waiting, rows, strict=True):
+        for request, row in zip(waiting.values(), rows, strict=True):
             request.req_pool_idx = row
         return [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
 
     def _take(self, num_rows: int) -> list[int] | None:
-        if num_rows > len(self.free_slots):
+        num_left = len(self.free_slots) - num_rows
+        if num_left < 0:
             return None
-        rows = [self.free_slots.pop() for _ in range(num_rows)]
+        rows = self.free_slots[num_left:][::-1]
+        del self.free_slots[num_left:]
         for row in rows:
             self._taken[row] = True
             self._lens[row] = 0

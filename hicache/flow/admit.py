@@ -31,13 +31,14 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.lease import CacheRequest, Hit, Lease
-from hicache.flow.located import Located
+from hicache.flow.located import Located, Unused
 from hicache.flow.movement import PromptRows
 from hicache.flow.prompt import Prompts
 from hicache.flow.staged_load import StagedLoad
 from hicache.metrics import Metrics
 from hicache.pages.key import Tokens
-from hicache.pages.table import NO_ROWS, Rows
+from hicache.pages.misses import USABLE, MissReason, count, miss_help
+from hicache.pages.table import NO_ROWS, Rows, names_of
 from hicache.pages.tree import Expectation
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.transfer.counter import NUM_PRODUCERS
@@ -56,6 +57,11 @@ _HITS = {
     "host": "were loaded from the host",
     "disk": "a prefetch had read from the disk",
     "remote": "a prefetch had read from the remote store",
+}
+_LABELS = {reason: reason.label for reason in MissReason}
+_MISSED = {_LABELS[reason]: text for reason, text in miss_help("page").items()} | {
+    "tail": "after the last complete page of the prompt",
+    "unknown": "without a known reason, because an engine without a host tier does not remember evicted pages",
 }
 
 
@@ -100,6 +106,12 @@ class Admit:
         self._computed = count(
             "admit.computed_tokens", "tokens of admitted prompts that were computed, because no tier provided them"
         )
+        self._missed = {
+            label: count(
+                f"admit.{label}_missed_tokens", f"computed prompt tokens {text}", "admit_missed_tokens", reason=label
+            )
+            for label, text in _MISSED.items()
+        }
         self._refused = {
             error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
             for error, (reason, why) in _REFUSALS.items()
@@ -171,8 +183,7 @@ class Admit:
                 lease.tree_len = lease.held_len = admission.device_len
                 lease.hit = self._fill(lease, admission, located, to_load, held)
             self._copies.backup_selected(lease.node)
-            self._copies.count_decision(estimate)
-            lease.declines_load = estimate is not None and not estimate.is_worth_loading()
+            lease.declines_load = estimate is not None and not self._copies.policy.choose(estimate)
             self._count_admitted(lease)
             undo.pop_all()
         return lease
@@ -220,6 +231,37 @@ class Admit:
             usable = located.last_end(located.host_end, 0, located.in_memory) * tree.page_size
         return min(usable, match.full_len), usable, located
 
+    def count_missed(self, lease: Lease, in_stores: Sequence[Unused]) -> None:
+        """Count the computed tokens of a lease by reason. `in_stores`: pages that stores have and that were not
+        read."""
+        page, reason = self._context.tree.page_size, MissReason.GATE if lease.declines_load else USABLE
+        unused = [*in_stores, (lease.cached_len // page, lease.branching_len // page, reason)]
+        lease.missed = self.missed(lease.keys, lease.cached_len, lease.prompt_len, unused)
+        if lease.request.is_counted:
+            for label, num_tokens in lease.missed.items():
+                self._missed[label].value += num_tokens
+
+    def missed(
+        self, keys: Sequence[bytes], cached_len: int, num_tokens: int, unused: Sequence[Unused]
+    ) -> dict[str, int]:
+        """Return the number of computed tokens by reason, for positions [cached_len, num_tokens) of a prompt. `keys`:
+        keys of the prompt's complete pages. The watch remembers the pages that the host evicted, skipped or failed to
+        read."""
+        watch, page = self._context.watch, self._context.tree.page_size
+        if watch is None:
+            return {"unknown": num_tokens - cached_len}
+        missed, first = dict[str, int](), cached_len // page
+        if first < len(keys):
+            reasons = watch.miss_reasons.reasons(names_of(keys[first:]))
+            for start, end, reason in unused:
+                reasons[max(0, start - first) : max(0, end - first)] = reason
+            if reasons[0] == USABLE:
+                reasons[0] = MissReason.EVICTED  # the page is in memory, so its window or state is missing
+            for reason_of, num_pages in count(reasons).items():
+                missed[_LABELS[reason_of]] = num_pages * page
+        tail = num_tokens - cached_len - max(0, len(keys) - first) * page
+        return {**missed, "tail": tail} if tail > 0 else missed
+
     def refused(self, error: ResourceExhausted) -> None:
         """Count an admission that was refused with `error`."""
         for kind, counter in self._refused.items():
@@ -244,21 +286,22 @@ class Admit:
             if old is None or not old.is_for(of_device, rows):
                 tree.expect(of_device)
                 self._expect_rows(rows, 1)
-                self._end_expectation(request_id)
+                if old is not None:
+                    self._end_expectation(request_id)
                 self._expectations[request_id] = _Expected(of_device, rows)
         return usable
 
     def forget(self, request_id: str) -> None:
         """End the expectation of a request that is no longer queued."""
-        self._end_expectation(request_id)
+        if request_id in self._expectations:
+            self._end_expectation(request_id)
         if self.staged is not None:
             self.staged.end(request_id)
 
     def _end_expectation(self, request_id: str) -> None:
-        expected = self._expectations.pop(request_id, None)
-        if expected is not None:
-            self._context.tree.forget(expected.on_device)
-            self._expect_rows(expected.rows, -1)
+        expected = self._expectations.pop(request_id)
+        self._context.tree.forget(expected.on_device)
+        self._expect_rows(expected.rows, -1)
 
     def _expect_rows(self, rows: Mapping[Component, Rows], change: int) -> None:
         for name, of_component in rows.items():
@@ -356,7 +399,7 @@ class Admit:
         slots = self._context.full.alloc(num_slots)
         with ExitStack() as undo:
             undo.callback(self._context.full.free, slots)
-            for component in self._context.components:
+            for component in self._context.others:
                 component.take(slots[num_loaded:])
             lease.write(lease.held_len, slots)
             undo.pop_all()
@@ -398,13 +441,13 @@ class Admit:
         if located is not None and to_load:
             load = self._copies.load(lease, located.prompt, to_load, slots, admission.length)
             held.pop_all()
-            lease.read([load])
-        for component in self._context.components:
-            component.prepare_forward(lease, admission)
-        if lease.node.parent is not None:
+            lease.read([*load.depends_on, load])
+        elif lease.node.parent is not None:
             lease.read(self._copies.loads_of(tree.path_rows(lease.node)))
-            if lease.priority:
-                tree.raise_priority(lease.node, lease.priority)
+        for component in self._context.others:
+            component.prepare_forward(lease, admission)
+        if lease.priority and lease.node.parent is not None:
+            tree.raise_priority(lease.node, lease.priority)
         num_loaded = admission.length - max(device_len, num_computed)
         disk = min(num_loaded, sources[DISK] * page)
         remote = min(num_loaded - disk, sources[REMOTE] * page)

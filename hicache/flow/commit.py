@@ -21,7 +21,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
 from hicache.flow.writes import Writes
-from hicache.pages.key import TokenRun, Tokens, bytes_of
+from hicache.pages.key import TokenRun, Tokens, bytes_of, component_keys
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.table import Rows
 from hicache.tiers import FULL, SWA, Component
@@ -34,7 +34,7 @@ class Commit:
 
     def __init__(self, context: EngineContext, copies: Copies, writes: Sequence[Writes]) -> None:
         self._context, self._copies, self._writes = context, copies, tuple(writes)
-        self._windows = context.by_name.get(SWA)
+        self._ending, self._others, self._windows = context.ending, context.others, context.by_name.get(SWA)
         self.has_hints = False
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states",
@@ -55,7 +55,7 @@ class Commit:
         # Tokens computed on a prefix that failed to load must not be shared.
         if lease.loads and (error := self._copies.error_of(lease)) is not None:
             raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
-        for length in self._context.ending.commit_points(lease, len(tokens)):
+        for length in self._ending.commit_points(lease, len(tokens)):
             if length > lease.tree_len and (donors := self._donors(lease, length)) is not None:
                 self._insert(lease, tokens, length, donors)
 
@@ -84,17 +84,17 @@ class Commit:
         used again."""
         context, tree = self._context, self._context.tree
         rows = tree.required(tree.path_rows(lease.node), lease.node.depth_tokens)
-        with_host = context.components if context.has_host else ()
-        on_host = {component.name: component.host_rows(rows[component.name]) for component in with_host}
-        for name, of_component in on_host.items():
-            pages = context.by_name[name].pages
+        on_host = dict[Component, Rows]()
+        for component in context.components if context.has_host else ():
+            pages = component.pages
+            on_host[component.name] = of_component = component.host_rows(rows[component.name])
             held = of_component[pages.has(of_component)]
             pages.use(held)
             pages.order.raise_priority(held, lease.priority)
         num_shared = lease.node.depth_tokens // tree.page_size if continues else self._enter_hints(lease, on_host)
         if self._writes and num_shared:
             used = tree.required(rows[FULL], num_shared * tree.page_size)
-            keys = {name: tree.names.of_component(name, tree.table.keys_of(each)) for name, each in used.items()}
+            keys = {name: component_keys(name, tree.table.keys_of(each)) for name, each in used.items()}
             for writes in self._writes:
                 writes.used(keys)
 
@@ -102,7 +102,7 @@ class Commit:
         """Return the components that donate a value with the first `length` tokens. Returns None if a component has no
         capacity for its value; the tree then gets nothing."""
         donors: list[CacheComponent] = []
-        for component in self._context.components[1:]:  # full attention donates no value
+        for component in self._others:  # full attention donates no value
             need = component.needed_to_donate(lease, length)
             if not need or self._copies.make_available(component, need):
                 donors.append(component)

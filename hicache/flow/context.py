@@ -14,9 +14,9 @@ from hicache.flow.components.base import CacheComponent, EngineParts
 from hicache.flow.components.full import FullAttention
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import WritePolicy
+from hicache.pages.node import Released
 from hicache.pages.states import TierPages
 from hicache.pages.table import Rows
-from hicache.pages.tree_results import Released
 from hicache.pages.writes import PageUses
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, FULL, Component, Store, joined
@@ -40,6 +40,11 @@ class EngineContext(EngineParts):
         full = self.components[0]
         assert isinstance(full, FullAttention)
         return full
+
+    @cached_property
+    def others(self) -> tuple[CacheComponent, ...]:
+        """All components except FULL."""
+        return self.components[1:]
 
     @cached_property
     def by_name(self) -> dict[Component, CacheComponent]:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +36,14 @@ from hicache.flow.movement import Copy, Load, Movement, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.flow.write_policy import OnEviction
 from hicache.flow.writes import Writes
-from hicache.pages.names import PromptPages
-from hicache.pages.node import TreeNode
+from hicache.pages.key import PromptPages, component_keys
+from hicache.pages.node import Released, TreeNode
 from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, HELD, IN_FLIGHT
 from hicache.pages.table import NO_ROW, NO_ROWS, Mask, Rows
-from hicache.pages.tree_results import Released
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
+from hicache.transfer.counter import LayerTransferCounter
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,7 @@ class Unsaved(NamedTuple):
     @property
     def keys(self) -> list[bytes]:
         """The page keys, by which the host and the stores find the pages."""
-        tree = self.component.tree
-        return tree.names.of_component(self.component.name, tree.table.keys_of(self.rows))
+        return component_keys(self.component.name, self.component.tree.table.keys_of(self.rows))
 
     def part(self, start: int, end: int) -> Unsaved:
         """Return pages [start, end)."""
@@ -92,25 +92,25 @@ class _BackupPages(NamedTuple):
     full_rows: Rows
 
 
+@dataclass(eq=False)
 class Backup(Copy):
     """A copy of `pages`, by component, from device to host. `locked`: rows of the tree that the backup locks. `named`:
     rows of full pages that keep their numbers until the backup ends. `end`: the index after the last copied page of its
     prompt."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.locked: dict[Component, Rows] = {}
-        self.pages: dict[Component, _BackupPages] = {}
-        self.named: list[Rows] = []
-        self.end = 0
+    locked: dict[Component, Rows] = field(default_factory=dict)
+    pages: dict[Component, _BackupPages] = field(default_factory=dict)
+    named: list[Rows] = field(default_factory=list)
+    end: int = 0
 
 
 class Copies(Movement):
     """All copies of an engine. Owned by the scheduler thread. Each of `writes` queues the pages that arrive on the
-    host."""
+    host. `policy`: decides about loads."""
 
     def __init__(self, context: EngineContext, policy: LoadPolicy, writes: Sequence[Writes]) -> None:
-        self._context, self._policy, self._writes = context, policy, tuple(writes)
+        self._context, self.policy, self._writes = context, policy, tuple(writes)
+        self._counters = [component.counter for component in context.components]
         self._backups, self._loads = deque[Backup](), deque[Load]()
         self._backs_up_evicted = context.has_host and context.write_policy.on_eviction is not OnEviction.DROP
         # Keys of pages whose backup was skipped, the latest last; and their maximum number, the pages that the device
@@ -199,9 +199,10 @@ class Copies(Movement):
             return
         tree, selects = self._context.tree, self._context.write_policy.selects
         table, path = tree.table, tree.path_rows(node)
-        start = self._first_absent(path, num_new)
-        end = start + first_gap(selects(table, path[start:]))
-        if start == len(path) and len(self._context.components) > 1 and selects(table, node.rows).all():
+        start = end = self._first_absent(path, num_new)
+        if start < len(path):
+            end += first_gap(selects(table, path[start:]))
+        elif len(self._context.components) > 1 and selects(table, node.rows).all():
             start -= len(node.rows)  # the host has the node's full pages, but may lack its windows or states
         if end > start:
             self._submit_backup(self.unsaved(path[start:end]), path[:end], start)
@@ -258,9 +259,9 @@ class Copies(Movement):
         """Return the smallest index from which on no page of the path is on the host or in flight to the host. If the
         host lacks one of the last `num_new` pages and has a later page, return the index of the first of these pages
         that the host lacks."""
-        lacks = ~self._context.full.pages.has(path, HELD | IN_FLIGHT)
-        new = len(path) - num_new
-        return min(len(path) - first_gap(lacks[::-1]), new + first_gap(~lacks[new:]))
+        has = self._context.full.pages.has(path, HELD | IN_FLIGHT)
+        absent, new = len(path) - first_gap(~has[::-1]), len(path) - num_new
+        return min(absent, new + first_gap(has[new:])) if num_new else absent
 
     def _submit_backup(
         self, unsaved: Sequence[Unsaved], path: Rows, start: int, released: list[Released] | None = None
@@ -410,7 +411,8 @@ class Copies(Movement):
                 self._forget_named(backup)
             for locked, rows in backup.locked.items():
                 self._context.by_name[locked].resident.unlock(rows)
-        self._free_evicted(backup, next_backup)
+        if self._backs_up_evicted:
+            self._free_evicted(backup, next_backup)
         for writes in self._writes:
             for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
                 writes.arrived(component, rows)
@@ -419,8 +421,7 @@ class Copies(Movement):
     def _submit_raw(self, backup: Backup, raw: Mapping[CacheComponent, _BackupPages]) -> Backup:
         """Copy unpacked the pages of `backup` that do not fit packed. The new backup takes over the locks of
         `backup`."""
-        raw_backup = Backup()
-        raw_backup.locked, raw_backup.named = backup.locked, backup.named
+        raw_backup = Backup(backup.locked, named=backup.named)
         for component, pages in raw.items():
             self._submit_pages(raw_backup, component, pages, is_raw=True)
         self._backups.append(raw_backup)
@@ -546,17 +547,14 @@ class Copies(Movement):
     def estimate(self, num_bytes: int, start: int, end: int, num_delayed: int) -> LoadEstimate:
         """Compare a load of `num_bytes`, queued after the loads in flight, with computing positions [start, end), which
         delays `num_delayed` other requests."""
-        ahead_bytes = sum(load.num_bytes for load in self._loads)
-        return self._policy.compare(self._policy.cost.load_s(ahead_bytes + num_bytes), start, end, num_delayed)
-
-    def count_decision(self, estimate: LoadEstimate | None) -> None:
-        """Count the decision of an admission; None: the request had nothing to load."""
-        if estimate is not None:
-            self._policy.choose(estimate)
+        for load in self._loads:
+            num_bytes += load.num_bytes
+        cost = self.policy.cost
+        return LoadEstimate(cost.load_s(num_bytes), cost.prefill_s(start, end), num_delayed)
 
     def can_load(self) -> bool:
         """Return whether a load may be submitted now."""
-        return all(component.counter.can_begin() for component in self._context.components)
+        return all(map(LayerTransferCounter.can_begin, self._counters))
 
     def pin(self, request: CacheRequest, admission: Admission, undo: ExitStack) -> Lease:
         """Make a lease that locks the part of a prefix that is on the device, with the windows and states that the
@@ -577,12 +575,16 @@ class Copies(Movement):
         end, to_load = admission.length // self._context.tree.page_size, dict[Component, PromptRows]()
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
-            # An optional component requires no page, but may load some.
-            first = min(component.first_required(end), pages[0] if pages else end)
             if is_used and component.name != FULL:  # for full pages, the table counts uses on both tiers together
+                # An optional component requires no page, but may load some.
+                first = min(component.first_required(end), pages[0] if pages else end)
                 component.pages.table.hits[located.rows_of(component, range(first, end)).rows] += 1
             if pages:
-                to_load[component.name] = found = located.rows_of(component, pages)
+                if component.name == FULL:
+                    found = located.full_rows(pages[0], pages[-1] + 1)
+                else:
+                    found = located.rows_of(component, pages)
+                to_load[component.name] = found
                 component.pages.lock(found.rows)
                 held.callback(component.pages.unlock, found.rows)
         return to_load
@@ -601,7 +603,8 @@ class Copies(Movement):
 
         If this method raises, all submitted copies have ended, and `slots` still belong to the lease."""
         tree = self._context.tree
-        load = Load(lease.node, prompt, pages, self.loads_of(tree.path_rows(lease.node)))
+        load = Load(lease.node, prompt, pages)
+        load.depends_on = tuple(self.loads_of(tree.path_rows(lease.node))) if self._loads else ()
         with ExitStack() as undo:
             undo.callback(self.detach, load)
             for component in self._context.components:
@@ -668,12 +671,13 @@ class Copies(Movement):
     def stop_reading(self, load: Load) -> None:
         """Record that a lease, or a load that depends on `load`, no longer reads its pages."""
         load.readers -= 1
-        self._free_unread(load)
+        if load.completed and not load.readers:
+            self._free_unread(load)
 
     def detach(self, load: Load) -> None:
         """Clear the load number of the pages of a load that has ended."""
         for name, rows in load.brings.items():
-            self._context.by_name[name].resident.end_load(rows)
+            self._context.by_name[name].resident.load[rows] = 0
         load.brings = {}
 
     @staticmethod
@@ -693,11 +697,11 @@ class Copies(Movement):
         """Apply the oldest load, which has ended."""
         self.is_partly_applied = True
         load, tree, components = self._loads.popleft(), self._context.tree, self._context.by_name
-        depended_on = load.depends_on
-        load.complete()
+        depended_on, load.cause = load.depends_on, load.error
+        load.depends_on, load.completed = (), True
         for name, (rows, _) in load.pages.items():
             components[name].pages.unlock(rows)
-        if load.error is None:
+        if load.cause is None:
             if self._context.exclusive is not None and FULL in load.pages:
                 self._context.exclusive.came_above(load.pages[FULL].rows)
             self._count_load(load)
@@ -715,7 +719,8 @@ class Copies(Movement):
         load.orphan_states = {}
         for below in depended_on:
             self.stop_reading(below)
-        self._free_unread(load)
+        if not load.readers:
+            self._free_unread(load)
         self.is_partly_applied = False
 
     def _abandon(self, load: Load) -> None:
@@ -729,9 +734,7 @@ class Copies(Movement):
         self.detach(load)
 
     def _free_unread(self, load: Load) -> None:
-        """If a load has ended and has no readers, free its load ids, and the slots of a failed load."""
-        if load.readers or not load.completed:
-            return
+        """Free the load ids of a load that has ended and has no readers, and the slots of a failed load."""
         for slots in load.orphans:
             self._context.full.free(slots)
         load.orphans.clear()
@@ -748,7 +751,7 @@ class Copies(Movement):
             self._timed_s.value += seconds
             self._load_exposed_s.value += min(seconds, exposed_s)
         if load.is_undelayed:
-            self._policy.cost.observe_load(load.num_bytes, seconds)
+            self.policy.cost.observe_load(load.num_bytes, seconds)
 
     def _hidden_ratio(self) -> float:
         return 1 - self._load_exposed_s.value / self._timed_s.value if self._timed_s.value else 0.0

@@ -246,7 +246,9 @@ class LoadEstimate(NamedTuple):
         `no_progress_s`: seconds without an arriving page, at most the limit. `tolerance`: the factor by which the rest
         of a wait in progress may exceed the limit.
         """
-        limit_s = self.limit_s
+        if self.compute_s is None:
+            return True
+        limit_s = self.compute_s * (1 + self.num_delayed)
         return (self.load_s is None or self.load_s <= tolerance * limit_s) and no_progress_s <= limit_s
 
 
@@ -259,24 +261,15 @@ class Requests:
     expected: Mapping[str, object]
     waiting: set[str] = field(default_factory=set)
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The numbers of running, expected and waiting requests."""
-        return len(self.running), len(self.expected), len(self.waiting)
-
-    @property
-    def num_delayed(self) -> int:
-        """The number of requests that computing delays: all requests that run or wait for the device, without requests
-        that wait for a prefetch."""
-        return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
+    def num_delayed(self, by: str | None = None) -> int:
+        """Return the number of requests that computing delays: all requests that run or wait for the device, without
+        requests that wait for a prefetch. `by`: a request that is computed and does not count."""
+        num_delayed = len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
+        return num_delayed if by is None else num_delayed - self.is_delayed(by)
 
     def is_delayed(self, request_id: str) -> bool:
         """Return whether `num_delayed` counts this request."""
         return request_id in self.running or (request_id in self.expected and request_id not in self.waiting)
-
-    def num_delayed_by(self, request_id: str) -> int:
-        """Return the number of other requests that computing for this request delays."""
-        return self.num_delayed - self.is_delayed(request_id)
 
 
 class LoadPolicy:

@@ -134,8 +134,8 @@ class Prefetch:
         self.on_change(self)
 
     def end(self) -> None:
-        self.ended = True
-        self.stop_waiting(is_preemptible=self.is_preemptible)
+        self.ended, self.waits = True, False
+        self.on_change(self)
 
 
 class Lease:
@@ -177,7 +177,8 @@ class Lease:
         self.mamba_pool_idx: torch.Tensor | None = None
         self.mamba_checkpoint_idx: torch.Tensor | None = None
         self._table = req_to_token
-        is_copied = home.type == "cpu" and not req_to_token.is_cpu
+        self._host_table = req_to_token.numpy() if req_to_token.is_cpu else None  # copied by one thread, see `own`
+        is_copied = home.type == "cpu" and self._host_table is None
         self._slots = torch.empty(req_to_token.shape[1], dtype=torch.int64) if is_copied else None
         self.hit = Hit()
         self.cached_len = self.tree_len = self.length = self.held_len = 0
@@ -211,10 +212,9 @@ class Lease:
     def slots_of(self, start: int, end: int) -> torch.Tensor:
         """Return the slots of positions [start, end), int64 on the pool's device."""
         assert self.req_pool_idx is not None
-        row = self._table[self.req_pool_idx]
-        if row.is_cpu:  # copied by one thread, see `hicache.tiers.own`
-            return torch.from_numpy(row.numpy()[start:end].astype(np.int64))
-        return row[start:end].long()
+        if self._host_table is not None:
+            return torch.from_numpy(self._host_table[self.req_pool_idx, start:end].astype(np.int64))
+        return self._table[self.req_pool_idx, start:end].long()
 
     def held_slots(self, start: int, end: int) -> torch.Tensor:
         """Return the slots of positions [start, end), on the allocator's device."""
@@ -223,13 +223,14 @@ class Lease:
     def write(self, start: int, slots: torch.Tensor) -> None:
         """Set the slots of positions [start, start + len(slots))."""
         assert self.req_pool_idx is not None
-        end, row = start + len(slots), self._table[self.req_pool_idx]
+        end = start + len(slots)
         if self._slots is not None:
             self._slots.numpy()[start:end] = slots.numpy()
-        if row.is_cpu:
-            row.numpy()[start:end] = slots.numpy()
+        if self._host_table is not None:
+            self._host_table[self.req_pool_idx, start:end] = slots.numpy()
         else:
             # The copy from pinned host memory is queued after earlier work and does not wait.
+            row = self._table[self.req_pool_idx]
             row[start:end] = slots.pin_memory().to(row.device, non_blocking=True) if slots.is_cpu else slots
 
     def read(self, loads: Sequence[Load]) -> None:

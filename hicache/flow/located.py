@@ -17,10 +17,15 @@ from hicache.flow.context import EngineContext
 from hicache.flow.movement import PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.pages.components import last_end
+from hicache.pages.key import component_keys
+from hicache.pages.node import Match
 from hicache.pages.states import COPY, HELD
 from hicache.pages.table import Mask, Rows
-from hicache.pages.tree_results import Match
-from hicache.tiers import FULL
+from hicache.tiers import FULL, Component
+
+Unused = tuple[int, int, int]
+"""Pages [start, end) of a prompt that a tier has, and the reason for which these pages are not used: a `MissReason`, or
+`USABLE`."""
 
 
 class Located:
@@ -37,13 +42,25 @@ class Located:
         self._page = context.tree.page_size
         self.num_pages = len(prompt.keys)
         self.device_end = min(match.full_len // self._page, self.num_pages)
-        rows = match.rows[: self.device_end]
-        self.resident = {other.name: other.resident.has(rows) for other in context.components[1:]}
+        self.resident = dict[Component, Mask]()
+        for other in context.others:
+            self.resident[other.name] = other.resident.has(match.rows[: self.device_end])
+
+    @cached_property
+    def host_rows(self) -> Rows:
+        """The rows of the full pages from `device_end` on, at the time of the first access; `NO_ROW` for a page without
+        a row. Rows may belong to other pages after an eviction."""
+        return self.context.full.pages.table.find(self.prompt.keys[self.device_end :])
 
     @cached_property
     def host_end(self) -> int:
-        keys, pages = self.prompt.keys[self.device_end :], self.context.full.pages
-        return self.device_end + first_gap(pages.has(pages.table.find(keys)))
+        return self.device_end + first_gap(self.context.full.pages.has(self.host_rows))
+
+    def full_rows(self, start: int, end: int) -> PromptRows:
+        """Return the full pages [start, end), which were on the host when `host_rows` was accessed first. The host has
+        evicted no page since then."""
+        rows = self.host_rows[start - self.device_end : end - self.device_end]
+        return PromptRows(rows, np.arange(start, end))
 
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
@@ -51,7 +68,7 @@ class Located:
         return index < self.device_end and bool(self.resident[component.name][index])
 
     def on_host(self, component: CacheComponent, index: int) -> bool:
-        return component.has_host and self.prompt.key(component.name, index) in component.pages
+        return component.has_host and self.keys_of(component.name, [index])[0] in component.pages
 
     def in_memory(self, component: CacheComponent, index: int) -> bool:
         """Return whether the page is on the device or on the host."""
@@ -61,8 +78,21 @@ class Located:
         """Return whether the page is in memory, or in flight from the device to the host."""
         if self.on_device(component, index):
             return True
-        row = component.pages.table.row(self.prompt.key(component.name, index))
+        row = component.pages.table.row(self.keys_of(component.name, [index])[0])
         return row >= 0 and bool(component.pages.state[row] & (HELD | COPY))
+
+    def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
+        """Return the keys of the pages `indices` of a component, ascending."""
+        keys = self.prompt.keys
+        if component == FULL:
+            if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
+                return keys[indices[0] : indices[-1] + 1]
+            return [keys[index] for index in indices]
+        known = self.prompt.component_keys
+        for index in indices:
+            if (component, index) not in known:
+                (known[component, index],) = component_keys(component, keys[index : index + 1])
+        return [known[component, index] for index in indices]
 
     def rows_of(self, component: CacheComponent, indices: Sequence[int]) -> PromptRows:
         """Return the pages, ascending, that are on the host now."""
@@ -72,22 +102,24 @@ class Located:
 
     def rows_named(self, component: CacheComponent, indices: Sequence[int]) -> Rows:
         """Return the row of each page; `NO_ROW` for a page without a row."""
-        return component.pages.table.find(self.prompt.keys_of(component.name, indices))
+        return component.pages.table.find(self.keys_of(component.name, indices))
 
     def rows_added(self, component: CacheComponent, indices: range) -> Rows:
         """Return the row of each page, and add rows for pages without one. The caller calls `forget` for the rows."""
-        keys, first = self.prompt.keys_of(component.name, indices), indices.start
+        keys, first = self.keys_of(component.name, indices), indices.start
         previous = self.prompt.keys[first - 1] if component.name == FULL and first else None
         return component.pages.table.add(keys, first, previous)
 
     def last_end(self, limit: int, floor: int, has: PageTest) -> int:
         """Return the number of pages, at most `limit`, of the longest prefix that all components can use; `floor` if
         none is longer."""
+        if not self.context.others:
+            return max(limit, floor)
 
         def gap(component: CacheComponent, start: int, end: int) -> int | None:
             return next((index for index in range(end - 1, start - 1, -1) if not has(component, index)), None)
 
-        return last_end(self.context.components[1:], limit, floor, gap)
+        return last_end(self.context.others, limit, floor, gap)
 
     def arriving_end(self, floor: int) -> int:
         """Return the number of pages of the longest prefix that all components can use when all pages in flight from

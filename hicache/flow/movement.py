@@ -6,6 +6,8 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +20,7 @@ from hicache.pages.table import Rows
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
 
-_numbers = itertools.count(1)
+_IS_UNDELAYED = attrgetter("is_undelayed")
 
 
 class PromptRows(NamedTuple):
@@ -34,13 +36,15 @@ class PromptRows(NamedTuple):
         return PromptRows(self.rows[first:last], self.pages[first:last])
 
 
+@dataclass(eq=False)
 class Copy:
     """One transfer operation per component. The copy is done when all operations are done, and has failed if one
-    operation has failed."""
+    operation, or a load in `depends_on`, has failed."""
 
-    def __init__(self) -> None:
-        self.operations: list[TransferOp] = []
-        self.num_bytes = 0
+    operations: list[TransferOp] = field(default_factory=list, init=False)
+    num_bytes: int = field(default=0, init=False)
+    depends_on: tuple[Load, ...] = field(default=(), init=False)
+    cause: Exception | None = field(default=None, init=False)
 
     def add(self, op: TransferOp) -> None:
         self.operations.append(op)
@@ -48,10 +52,14 @@ class Copy:
 
     @property
     def error(self) -> Exception | None:
+        """The error of this copy, or of a load on which it depends; None without an error. Final after
+        `wait_outcome`."""
+        error = self.cause
         for op in self.operations:
-            if op.error is not None:
-                return op.error
-        return None
+            error = error or op.error
+        for load in self.depends_on:
+            error = error or load.error
+        return error
 
     def done(self) -> bool:
         is_done = True
@@ -69,7 +77,7 @@ class Copy:
 
     @property
     def is_undelayed(self) -> bool:
-        return all(op.is_undelayed for op in self.operations)
+        return all(map(_IS_UNDELAYED, self.operations))
 
     def seconds(self) -> float:
         """Return the seconds of the longest operation."""
@@ -79,6 +87,7 @@ class Copy:
         return longest_s
 
 
+@dataclass(eq=False)
 class Load(Copy):
     """A load in flight for the prefix of `prompt` that ends with `node`. `pages`: the host pages that the load copies
     and locks. `brings`: the rows of the tree whose slots or states the load writes, by component. The column `load` of
@@ -90,30 +99,17 @@ class Load(Copy):
     `orphan_states`: states that a lease or the tree freed before the load had written them.
     """
 
-    def __init__(
-        self, node: TreeNode, prompt: Prompt, pages: Mapping[Component, PromptRows], depends_on: Sequence[Load]
-    ) -> None:
-        super().__init__()
-        self.node, self.prompt, self.pages, self.depends_on = node, prompt, pages, tuple(depends_on)
-        self.number = next(_numbers)
-        self.brings: dict[Component, Rows] = {}
-        self.load_ids: dict[Component, int] = {}
-        self.readers = 0
-        self.completed = self.abandoned = False
-        self._cause: Exception | None = None
-        self.orphans: list[torch.Tensor] = []
-        self.orphan_states: dict[Component, list[torch.Tensor]] = {}
-
-    @property
-    def error(self) -> Exception | None:
-        """The error of this load, or of a load on which it depends; None without an error. Final after
-        `wait_outcome`."""
-        below = (load.error for load in self.depends_on)
-        return self._cause or super().error or next((error for error in below if error is not None), None)
-
-    def complete(self) -> None:
-        """Mark the load as ended. The loads in `depends_on` must have ended before."""
-        self._cause, self.depends_on, self.completed = self.error, (), True
+    node: TreeNode
+    prompt: Prompt
+    pages: Mapping[Component, PromptRows]
+    number: int = field(default_factory=itertools.count(1).__next__, init=False)
+    brings: dict[Component, Rows] = field(default_factory=dict, init=False)
+    load_ids: dict[Component, int] = field(default_factory=dict, init=False)
+    readers: int = field(default=0, init=False)
+    completed: bool = field(default=False, init=False)
+    abandoned: bool = field(default=False, init=False)
+    orphans: list[torch.Tensor] = field(default_factory=list, init=False)
+    orphan_states: dict[Component, list[torch.Tensor]] = field(default_factory=dict, init=False)
 
 
 class Movement(ABC):

@@ -5,61 +5,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from hicache.metrics import Metrics
 from hicache.pages.events import EventLog
-from hicache.pages.key import Tokens
+from hicache.pages.key import PromptPages, Tokens, owned
 from hicache.pages.misses import EvictedAges, MissReason, MissReasons
-from hicache.pages.names import PageNames, PromptPages
+from hicache.pages.node import Match
 from hicache.pages.states import ABOVE, RAW, TierPages
 from hicache.pages.table import Rows
 from hicache.pages.tree import RadixTree
-from hicache.pages.tree_results import Match
-from hicache.tiers import FULL, Component
+from hicache.tiers import Component
 
 _MAX_KEPT_BYTES = 256 << 20
 _PAGE_BYTES = 256  # approximate memory of the keys of one page: full attention and one other component
 
 
+@dataclass(eq=False, slots=True)
 class Prompt:
-    """The complete pages of `tokens`, by index from 0, and their keys. `match`: the tree's present match of the
-    prompt."""
+    """The complete pages of `tokens`, by index from 0, and their keys. `component_keys`: the keys of windows and states
+    that were computed, by component and index of the page."""
 
-    def __init__(self, names: PageNames, tokens: Tokens, namespace: str, match: Match) -> None:
-        self.tokens, self.namespace = tokens, namespace
-        self.keys = names.of_prompt(match, tokens)
-        self._of_component: dict[tuple[Component, int], bytes] = {}
-
-    def key(self, component: Component, index: int) -> bytes:
-        """Return the key of a page of a component."""
-        if component == FULL:
-            return self.keys[index]
-        found = self._of_component.get((component, index))
-        if found is None:
-            (found,) = PageNames.of_component(component, [self.keys[index]])
-            self._of_component[component, index] = found
-        return found
-
-    def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
-        """Return the keys of the pages `indices`, ascending."""
-        if component != FULL:
-            return [self.key(component, index) for index in indices]
-        if not indices:
-            return []
-        if indices[-1] - indices[0] + 1 == len(indices):
-            return self.keys[indices[0] : indices[-1] + 1]
-        return [self.keys[index] for index in indices]
-
-    def event_pages(self, start: int, end: int) -> PromptPages:
-        """Return pages [start, end) as events report them."""
-        return PromptPages(self.keys, None, self.tokens, self.namespace).part(start, end)
-
-    @property
-    def num_bytes(self) -> int:
-        """The approximate memory of the prompt with all keys."""
-        return self.tokens.nbytes + _PAGE_BYTES * (1 + len(self.keys))
+    tokens: Tokens
+    namespace: str
+    keys: list[bytes]
+    num_bytes: int = 0  # approximate memory of the prompt with all keys
+    component_keys: dict[tuple[Component, int], bytes] = field(default_factory=dict)
 
 
 class Prompts:
@@ -78,25 +51,23 @@ class Prompts:
         full_pages = tokens[: len(tokens) // tree.page_size * tree.page_size]
         prompt = None if request_id is None else self._by_request.get(request_id)
         if prompt is None or prompt.namespace != namespace or not np.array_equal(prompt.tokens, full_pages):
-            prompt = Prompt(tree.names, full_pages.copy(), namespace, match)
-        if request_id is not None:
-            self._keep(request_id, prompt)
+            prompt = Prompt(owned(full_pages), namespace, tree.prompt_keys(match, full_pages))
+            prompt.num_bytes = full_pages.nbytes + _PAGE_BYTES * (1 + len(prompt.keys))
+            if request_id is not None:
+                if request_id in self._by_request:
+                    self.forget(request_id)
+                self._num_bytes += prompt.num_bytes
+        if request_id is not None:  # keep the prompt as the most recently used prompt
+            self._by_request[request_id] = self._by_request.pop(request_id, prompt)
+            # Older prompts are dropped, because a refused request may never be cancelled.
+            while self._num_bytes > self._max_bytes and len(self._by_request) > 1:
+                self.forget(next(iter(self._by_request)))
         return prompt
 
     def forget(self, request_id: str) -> None:
         """Drop the prompt of a request that no longer waits and for which no page is read."""
         prompt = self._by_request.pop(request_id, None)
         self._num_bytes -= 0 if prompt is None else prompt.num_bytes
-
-    def _keep(self, request_id: str, prompt: Prompt) -> None:
-        """Keep a prompt as the most recently used prompt, and drop older prompts, because a refused request may never
-        be cancelled."""
-        if self._by_request.get(request_id) is not prompt:
-            self.forget(request_id)
-            self._num_bytes += prompt.num_bytes
-        self._by_request[request_id] = self._by_request.pop(request_id, prompt)
-        while self._num_bytes > self._max_bytes and len(self._by_request) > 1:
-            self.forget(next(iter(self._by_request)))
 
 
 log = logging.getLogger(__name__)

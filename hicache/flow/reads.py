@@ -72,13 +72,13 @@ from hicache.errors import InvariantError, PrefetchPending
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, LoadPolicy, Requests
-from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease, Prefetch
-from hicache.flow.located import Located, first_gap, spans
-from hicache.flow.misses import Unused
+from hicache.flow.located import Located, Unused, first_gap, spans
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
-from hicache.pages.key import Tokens
+from hicache.metrics import Counter as MetricCounter
+from hicache.metrics import Histogram
+from hicache.pages.key import PromptPages, Tokens
 from hicache.pages.misses import MissReason
 from hicache.pages.states import COPY, HELD, READ, Counts
 from hicache.pages.table import NO_ROWS, Columns, Mask, Rows
@@ -131,9 +131,9 @@ _ANSWER_SHARE = 0.02
 # The factor by which a wait in progress may take longer than computing.
 _TOLERANCE = 2.0
 # Locations of a page in addition to the bits of stores, see `LookupResults`.
-_NO_STORES = np.empty(0, np.uint8)
 _READ, _IN_MEMORY, _STORES = np.uint8(0x40), np.uint8(0x80), np.uint8(DISK.bit | REMOTE.bit)
 _ARRIVAL, _BIT, _IS_URGENT = attrgetter("arrival"), attrgetter("bit"), attrgetter("is_urgent")
+_OF_BIT = {DISK.bit: DISK, REMOTE.bit: REMOTE}
 _READ_LIST, _WAITS = attrgetter("read_list"), attrgetter("handle.waits")
 
 
@@ -195,8 +195,10 @@ class LookupResults:
         self.num_usable = memory.last_end(memory.host_end, 0, memory.in_memory)
         self.where = dict[Component, _Where]()
         for component in memory.context.components:
-            first = memory.device_end if component.name == FULL else self.num_usable
-            rows = memory.rows_named(component, range(first, self.num_pages))
+            if component.name == FULL:
+                first, rows = memory.device_end, memory.host_rows
+            else:
+                first, rows = self.num_usable, memory.rows_named(component, range(self.num_usable, self.num_pages))
             is_lacking = ~component.pages.has(rows, HELD | COPY)
             if component.name != FULL:
                 on_device = memory.resident[component.name][first:]
@@ -229,7 +231,7 @@ class LookupResults:
     def keys_of(self, queried: _Queried) -> tuple[bytes, ...]:
         keys = list[bytes]()
         for name, pages in queried.items():
-            keys += self.memory.prompt.keys_of(name, pages.tolist())
+            keys += self.memory.keys_of(name, pages.tolist())
         return tuple(keys)
 
     def add(self, store: Store, queried: _Queried, ok: Sequence[bool]) -> None:
@@ -246,10 +248,10 @@ class LookupResults:
         lacks: Mask = where[pages] & _STORES == 0
         return lacks
 
-    def end_with(self, num_pages: int) -> int:
+    def end_with(self, num_pages: int, full_end: int) -> int:
         """Return `full_end` if stores may read only `num_pages` pages."""
         stored = np.flatnonzero(self.full & _STORES)
-        return self.full_end if len(stored) <= num_pages else min(int(stored[num_pages]), self.full_end)
+        return full_end if len(stored) <= num_pages else min(int(stored[num_pages]), full_end)
 
     def usable_end(self, limit: int) -> int:
         """Return the pages, at most `limit`, of the longest prefix that all components can use if all pages that may
@@ -373,21 +375,11 @@ class PendingPrefetch:
 
     @property
     def lacks_end(self) -> bool:
-        """Return whether an overlapped prompt still lacks windows or states at its end. Windows and states are read
-        before full pages, because full pages are of no use without them."""
-        if not self.handle.overlaps:
-            return False
+        """Return whether a prompt still lacks windows or states at its end. If prompts overlap, windows and states are
+        read before full pages, because full pages are of no use without them."""
         if any(component.name != FULL for component in self.read_list):
             return True
         return any(len(rows) > 0 and component.name != FULL for component, rows in self.waited.items())
-
-    def begin(self, located: LookupResults) -> None:
-        """Record which pages are in memory or in flight."""
-        self.located = located
-        self.num_usable, self.end = located.num_usable, located.num_pages
-        self.missing = (first_gap(located.full == _IN_MEMORY), self.end)
-        self.num_queried_stores = 0
-        self.lacks_host_pages = self.has_failed = self.has_arrived = False
 
     def plan(self, end: int, now_s: float) -> None:
         """Make the read list for a prefix of `end` pages. Pages of an earlier read list that have not arrived stay in
@@ -420,24 +412,21 @@ class PendingPrefetch:
         if (part := self.read_list.get(component)) is not None:
             rows = np.concatenate((part.rows, rows))
         rows = rows[np.argsort(component.pages.table.index[rows])]
-        self.read_list[component] = ReadList(rows[::-1] if self.handle.overlaps else rows, _NO_STORES)
-        self.find_stores()
+        self.find_stores(component, rows[::-1] if self.handle.overlaps else rows)
 
-    def find_stores(self) -> None:
-        """Record which stores have the pages of the read list."""
+    def find_stores(self, component: CacheComponent, rows: Rows) -> None:
+        """Set the pages of a component in the read list, with the stores that have them."""
         assert self.located is not None
-        for component, part in self.read_list.items():
-            part.stores = self.located.where[component.name][component.pages.table.index[part.rows]] & _STORES
-
-    def num_to_read(self, component: CacheComponent) -> int:
-        """Return the number of pages of a component in the read list that a store has."""
-        part = self.read_list.get(component)
-        return 0 if part is None else int(np.count_nonzero(part.stores))
+        stores = self.located.where[component.name][component.pages.table.index[rows]] & _STORES
+        self.read_list[component] = ReadList(rows, stores)
 
     def remove(self, component: CacheComponent, start: int, end: int) -> None:
         """Remove pages [start, end) of a component from the read list."""
         part, removed = self.read_list[component], slice(start, end)
-        part.rows, part.stores = np.delete(part.rows, removed), np.delete(part.stores, removed)
+        if start:
+            part.rows, part.stores = np.delete(part.rows, removed), np.delete(part.stores, removed)
+        else:
+            part.rows, part.stores = part.rows[end:], part.stores[end:]
         if not len(part.rows):
             del self.read_list[component]
 
@@ -456,17 +445,6 @@ class PendingPrefetch:
         if len(rows):
             component.pages.lock(rows)
             self.locked.setdefault(component, []).append(rows)
-
-    def advance(self, full: CacheComponent) -> int:
-        """Remove from `awaited` all pages before the first page that has not arrived. Returns the number of removed
-        pages."""
-        if len(self.awaited) and not len(self.rows):
-            return 0
-        num_arrived = first_gap(full.pages.has(self.rows[self.awaited - self.first], HELD | COPY))
-        self.awaited = awaited = self.awaited[num_arrived:]
-        self.missing = (int(awaited.min()), int(awaited.max()) + 1) if len(awaited) else (self.end, self.end)
-        self.has_arrived |= num_arrived > 0
-        return num_arrived
 
     def release(self) -> None:
         """Unlock all pages and release all rows."""
@@ -605,7 +583,8 @@ class StoreJobs:
         for component, rows in request.waited.items():
             is_left = slice(None) if which is None else which(component, component.pages.table.index[rows])
             request.waited[component] = np.delete(rows, is_left)
-        self.cancel([job for job in self._leave_jobs(request) if not job.requests])
+        if request.jobs:
+            self.cancel([job for job in self._leave_jobs(request) if not job.requests])
 
     def _leave_jobs(self, request: PendingPrefetch) -> list[PageRead]:
         """Remove a request from the jobs that read none of its pages any more. Returns these jobs."""
@@ -628,10 +607,12 @@ class StoreJobs:
 
     # Lookups
 
-    def look_up(self, request: PendingPrefetch, located: LookupResults, queried: _Queried) -> bool:
-        """Ask the next store for the pages that the earlier stores lack. Returns False if there is no next store or no
-        such page, or if the queue of the store is full."""
-        if request.num_queried_stores == len(self._stores) or not queried:
+    def look_up(self, request: PendingPrefetch, queried: _Queried | None = None) -> bool:
+        """Ask the next store for the `queried` pages, by default all pages that the earlier stores lack. Returns False
+        if there is no next store or no such page, or if the queue of the store is full."""
+        located = request.located
+        assert located is not None
+        if request.num_queried_stores == len(self._stores) or not (queried := queried or located.unknown()):
             return False
         store = self._stores[request.num_queried_stores]
         request.num_queried_stores += 1
@@ -643,33 +624,32 @@ class StoreJobs:
         the remote store was queried before, or if it would read too few pages in the time of the disk."""
         located = request.located
         assert located is not None
-        if REMOTE not in self._tiers or request.num_queried_stores == len(self._stores):
+        if request.num_queried_stores == len(self._stores):
             return
         pages = np.flatnonzero(located.full & _STORES)
         num_bytes = len(pages) * self._context.full.host.page_bytes
         if len(pages) >= _LEAST_SHARED_PAGES and self._is_remote_fast(num_bytes):
             self._ask(request, located, REMOTE, {FULL: pages}, is_awaited=False)
 
-    def take_lookup(self, done: FindDone | Stalled) -> Lookup:
-        """Return the lookup that was answered or that stalled."""
-        lookup = self.lookups[done.ticket]
-        if isinstance(done, FindDone):
-            del self.lookups[done.ticket]
-            self.num_awaited_lookups -= lookup.is_awaited
-            return lookup
-        lookup.is_stalled = True
-        return lookup
-
-    def note_answer(self, lookup: Lookup, done: FindDone) -> None:
-        """Add the answer of a store to the results. If the disk does not report evicted pages, the event log gets the
-        first page that the disk lacks."""
-        located, pages = lookup.located, lookup.queried.get(FULL, NO_ROWS)
+    def take_lookup(self, done: FindDone | Stalled) -> Lookup | None:
+        """Return the lookup that was answered or that stalled, and add the answer to its results. Returns None if the
+        request has ended or was queued again. If the disk does not report evicted pages, the event log gets the first
+        page that the disk lacks."""
+        lookup, events = self.lookups[done.ticket], self._context.tree.events
+        located, is_current = lookup.located, lookup.request.located is lookup.located
+        if isinstance(done, Stalled):
+            lookup.is_stalled = True
+            return lookup if is_current else None
+        del self.lookups[done.ticket]
+        self.num_awaited_lookups -= lookup.is_awaited
+        if not is_current:
+            return None
         located.add(lookup.store, lookup.queried, done.others)
-        events = self._context.tree.events
-        if events is None or lookup.store is not DISK or not done.answered or self._tiers[DISK].reports_removed:
-            return
-        missed = pages[located.full[pages] & _STORES == 0][:1]
-        events.missed_on_disk(located.memory.prompt.keys_of(FULL, missed.tolist()))
+        if events is not None and lookup.store is DISK and done.answered and not self._tiers[DISK].reports_removed:
+            pages = lookup.queried.get(FULL, NO_ROWS)
+            missed = pages[located.full[pages] & _STORES == 0][:1]
+            events.missed_on_disk(located.memory.keys_of(FULL, missed.tolist()))
+        return lookup
 
     def _ask(
         self, request: PendingPrefetch, located: LookupResults, store: Store, queried: _Queried, *, is_awaited: bool
@@ -704,7 +684,7 @@ class StoreJobs:
             if (part := request.read_list.get(component)) is None:
                 continue
             if component.name == FULL:
-                if request.lacks_end:
+                if request.handle.overlaps and request.lacks_end:
                     return None
                 if request.computed_end:  # computed pages are last in reading order
                     num_left = first_gap(component.pages.table.index[part.rows] >= request.computed_end)
@@ -722,10 +702,12 @@ class StoreJobs:
                     request.has_failed = True
                     request.read_list.clear()
                     return None
-                elif (store := self._sooner(int(stores[0]), is_urgent=request.is_urgent)) in free:
+                elif (store := _OF_BIT.get(int(stores[0])) or self._sooner(is_urgent=request.is_urgent)) in free:
                     end = at + first_gap(~arriving & (stores == stores[0]))
                     return NextRead(component, at, end, store, free[store])
                 else:
+                    if not free:
+                        break
                     skipped.append(int(stores[0]))
                     is_next = (part.stores[at:] & free_bits != 0) & ~np.isin(part.stores[at:], skipped)
                     at = at + int(is_next.argmax()) if is_next.any() else len(part.rows)
@@ -739,7 +721,7 @@ class StoreJobs:
         has_both = part.stores[at] == _STORES
         job_pages, num_jobs = self._job_pages(component, store)
         if overlaps or has_both:  # small jobs: each job leaves out pages that were computed or read in the meantime
-            job_pages = min(job_pages, -(-request.num_to_read(component) // _LEAST_JOBS))
+            job_pages = min(job_pages, -(-int(np.count_nonzero(part.stores)) // _LEAST_JOBS))
         num_jobs = 1 if has_both else min(num_jobs, max_jobs, num_free, -(-max_pages // job_pages))
         taken = self._reserve(request, component, part.rows[at : min(end, at + num_jobs * job_pages)])
         if not len(taken):
@@ -778,7 +760,8 @@ class StoreJobs:
         taken = pages.reserve(rows, READ)
         if component.name == FULL and self._context.tree.events is not None and watch is not None:
             index, prompt = pages.table.index[rows], request.located.memory.prompt
-            watch.note(prompt.event_pages(int(index.min()), int(index.max()) + 1), pages.table.keys_of(taken))
+            of_prompt = PromptPages(prompt.keys, None, prompt.tokens, prompt.namespace)
+            watch.note(of_prompt.part(int(index.min()), int(index.max()) + 1), pages.table.keys_of(taken))
         return taken
 
     def _drop_pages(self, job: PageRead, dropped: Rows) -> None:
@@ -817,7 +800,8 @@ class StoreJobs:
                 num_bytes = num_ok * job.component.host.page_bytes
                 moved.setdefault(job.store, []).append((num_bytes, done.seconds))
         for store, of_store in moved.items():
-            self._counters.count_reads(store, of_store)
+            for histogram, values in zip(self._counters.moved[store], zip(*of_store, strict=True), strict=False):
+                histogram.observe(*values)
             self._cost.observe_reads(of_store, store)
         for component in self._context.components:
             if component in ended:
@@ -828,27 +812,28 @@ class StoreJobs:
         """Publish the pages of a component that jobs have read, the pages of the latest job first: later pages of a
         prompt are evicted first."""
         events, watch, pages = self._context.tree.events, self._context.watch, component.pages
-        is_full, parts, oks, of_jobs = component.name == FULL, list[Rows](), list[bool](), list[int]()
+        is_full, parts, oks, tickets = component.name == FULL, list[Rows](), list[Mask](), self._read_pages
         for job, done in reversed(ended):
-            parts.append(job.rows)
-            oks += done.ok
-            of_jobs += [job.ticket] * len(job.rows)
-        rows, ok, tickets = np.concatenate(parts), np.array(oks, np.bool_), np.array(of_jobs)
-        is_live = self._read_pages[component.name].ticket[rows] == tickets
-        self.num_pages -= len(rows) if is_full else 0
-        if not is_live.all():
-            rows, ok, tickets = rows[is_live], ok[is_live], tickets[is_live]
-        if is_full and watch is not None:
+            rows, ok = job.rows, np.array(done.ok, np.bool_)
+            self.num_pages -= len(rows) if is_full else 0
+            is_live = tickets[component.name].ticket[rows] == job.ticket
+            if not is_live.all():
+                rows, ok = rows[is_live], ok[is_live]
+            job.read_rows = rows if ok.all() else rows[ok]
+            parts.append(rows)
+            oks.append(ok)
+        rows, ok = (parts[0], oks[0]) if len(ended) == 1 else (np.concatenate(parts), np.concatenate(oks))
+        if is_full and watch is not None and not ok.all():
             watch.forget(pages.table.keys_of(rows[~ok]))
         read_rows = pages.complete(rows, ok)
-        pages.mark_stored(read_rows, pages.source[read_rows])
-        from_disk = pages.source[read_rows] == DISK.bit
-        self._context.page_uses.read(pages.table.name[read_rows[from_disk]])
+        sources = pages.source[read_rows]
+        pages.mark_stored(read_rows, sources)
+        from_disk = read_rows[sources == DISK.bit]
+        if len(from_disk):
+            self._context.page_uses.read(pages.table.name[from_disk])
         if is_full:
             self._counters.read_tokens.value += len(read_rows) * self._context.tree.page_size
-        tickets = tickets[ok]
         for job, _ in ended:
-            job.read_rows = read_rows[tickets == job.ticket]
             if is_full and events is not None and watch is not None:
                 for announced in watch.announced(pages.table.keys_of(job.read_rows)):
                     events.loaded(announced, from_disk=job.store is DISK)
@@ -890,13 +875,8 @@ class StoreJobs:
                 found[store] = min(num_free, num_missing)
         return found
 
-    def _sooner(self, stores: int, *, is_urgent: bool) -> Store:
-        """Return the store that would read the next full page first. `stores`: bit set of the stores that have the
-        page."""
-        if stores == DISK.bit:
-            return DISK
-        if stores == REMOTE.bit:
-            return REMOTE
+    def _sooner(self, *, is_urgent: bool) -> Store:
+        """Return the store that would read the next full page first, if both stores have the page."""
         return min((DISK, REMOTE), key=lambda store: self._wait_s(store, is_urgent=is_urgent))
 
     def _wait_s(self, store: Store, *, is_urgent: bool) -> tuple[float, int]:
@@ -938,6 +918,64 @@ class _Claim(ref[Prefetch]):
     __slots__ = ("num_pages", "request_id")
     num_pages: int
     request_id: str
+
+
+class PrefetchCounters:
+    """Counters of the decisions and outcomes of prefetches, and of the pages that prefetches read."""
+
+    def __init__(self, context: EngineContext) -> None:
+        count, histogram = context.metrics.counter, context.metrics.histogram
+
+        def outcome(name: str, help: str) -> MetricCounter:
+            return count(f"prefetch.{name}_requests", help, "prefetch_outcome_requests", outcome=name)
+
+        self.requests = count("prefetch.requests", "prefetches that were requested")
+        self.waited = outcome(
+            "waited", "requests that waited because waiting was estimated to cost less than computing"
+        )
+        self.skipped = outcome("skipped", "requests that did not wait because computing was estimated to cost less")
+        self.abandoned = outcome(
+            "abandoned",
+            "requests that stopped waiting because computing the remaining pages would take less time, or because no "
+            "page was read",
+        )
+        self.overlapped = outcome(
+            "overlapped", "requests whose first tokens were computed while their last pages were read"
+        )
+        self.overlap_computed = count(
+            "prefetch.overlap_computed_tokens",
+            "tokens that requests computed while pages of their later tokens were read",
+        )
+        self.overlap_loaded = count(
+            "prefetch.overlap_loaded_tokens",
+            "tokens that requests loaded from pages that were read while their first tokens were computed",
+        )
+        context.metrics.gauge(
+            "prefetch.overlap_loaded_ratio",
+            "overlap_loaded_tokens divided by the sum of overlap_loaded_tokens and overlap_computed_tokens",
+            self._loaded_ratio,
+        )
+        self.coalesced = outcome("coalesced", "prefetches that waited for a read that another request had started")
+        self.deferred = outcome(
+            "deferred", "prefetches that waited because no host page was free or the queue of reads was full"
+        )
+        self.retries = count("prefetch.retries", "repeated attempts to start deferred prefetches")
+        self.estimated_s = count("prefetch.estimated_seconds", "estimated duration of completed waits for stores")
+        self.waited_s = histogram("prefetch.waited_seconds", "measured duration of completed waits for stores")
+        self.lost = count("prefetch.lost_pages", "pages that a store had announced but could not return intact")
+        self.read_tokens = count("prefetch.read_tokens", "tokens that prefetches added to the host tier")
+        self.refused = count("prefetch.refused_jobs", "read jobs that were not queued because the queue was full")
+        moved, took = (
+            "bytes of verified pages that a job read from the store to the host",
+            "time for which a read job occupied a reader thread",
+        )
+        self.moved: dict[Store, tuple[Histogram, Histogram]] = {}
+        for store in context.stores:
+            labels = {"movement": "read", "direction": f"{store.name}_to_host"}
+            self.moved[store] = context.metrics.movement(f"{store.prefix}prefetch", moved, took, **labels)
+
+    def _loaded_ratio(self) -> float:
+        return self.overlap_loaded.value / max(1, self.overlap_loaded.value + self.overlap_computed.value)
 
 
 class HostShare:
@@ -1057,7 +1095,7 @@ class Prefetcher(Movement):
         self._undecided, self._timed = dict[PendingPrefetch, None](), dict[PendingPrefetch, None]()
         self._share = HostShare()
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
-        self._num_planned = 0
+        self._num_planned, self._has_been_full = 0, False
         self._submitted_s, self._retry_at_s = self._clock(), -math.inf
         self._look_at_s, self._num_quiet, self._inputs, self._has_changes = math.inf, 0, (0, 0, 0, 0), False
         self._choose_at_s, self._turn_at_s, self._num_to_choose = math.inf, math.inf, 0
@@ -1082,7 +1120,8 @@ class Prefetcher(Movement):
         mode auto, the caller computes the prompt while its pages arrive."""
         if request_id in self._requests:
             return self._requests[request_id].handle
-        self._share.forget_dropped()
+        if self._share.dropped:
+            self._share.forget_dropped()
         now_s = self._clock()
         overlaps = overlaps and mode == "auto" and self.is_overlap_enabled
         handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, overlaps=overlaps)
@@ -1126,7 +1165,8 @@ class Prefetcher(Movement):
 
     def joined(self, lease: Lease, num_computed: int, num_loaded: int) -> None:
         """Record that an overlapped request loads `num_loaded` tokens after `num_computed` computed tokens."""
-        self._counters.count_joined(num_computed, num_loaded)
+        self._counters.overlap_computed.value += num_computed
+        self._counters.overlap_loaded.value += num_loaded
         self.apply(self._requests[lease.request_id], Event.JOIN)
 
     def end_reads(self, lease: Lease) -> None:
@@ -1167,7 +1207,8 @@ class Prefetcher(Movement):
         if not (answers or self._requests):
             return False
         answered, now_s = self._enter(answers) if answers else [], self._clock()
-        inputs = (*self._load.counts, self._policy.cost.num_observed)
+        load = self._load
+        inputs = (len(load.running), len(load.expected), len(load.waiting), self._policy.cost.num_observed)
         is_new = self._has_changes or inputs != self._inputs or len(answers) > 0
         self._num_quiet += 1
         is_due = is_new or now_s >= min(self._look_at_s, self._choose_at_s) or self._num_quiet >= _LOOK_POLLS
@@ -1176,7 +1217,8 @@ class Prefetcher(Movement):
         has_changed, self.is_partly_applied = len(answers) > 0, True
         if is_due:
             self._inputs, self._num_quiet, self._has_changes = inputs, 0, False
-            self._share.forget_dropped()
+            if self._share.dropped:
+                self._share.forget_dropped()
             for request in answered:
                 self.apply(request, Event.ANSWERED)
             if answered and self._undecided:
@@ -1237,16 +1279,19 @@ class Prefetcher(Movement):
         if located.num_usable == located.num_pages or not self._max_pages:
             self.apply(request, Event.EXHAUSTED)
             return
-        request.begin(located)
+        request.located, request.num_usable, request.end = located, located.num_usable, located.num_pages
+        request.missing = (first_gap(located.full == _IN_MEMORY), request.end)
+        request.num_queried_stores = 0
+        request.lacks_host_pages = request.has_failed = request.has_arrived = False
         for component in context.components:
-            pages = range(component.first_required(located.num_usable), located.num_usable)
             if component.name == FULL:
                 pages = range(memory.device_end, memory.num_pages if overlaps else memory.host_end)
-            request.lock(component, memory.rows_of(component, pages).rows)
+            else:
+                pages = range(component.first_required(located.num_usable), located.num_usable)
+            if pages:
+                request.lock(component, memory.rows_of(component, pages).rows)
         if queried := located.unknown():
-            request.lacks_host_pages = self._pages_left(request) <= 0 or not self._jobs.look_up(
-                request, located, queried
-            )
+            request.lacks_host_pages = self._pages_left(request) <= 0 or not self._jobs.look_up(request, queried)
         if request.lacks_host_pages and located.is_empty:
             self.apply(request, Event.LACKS_PAGES)
         elif request.lookup is None:
@@ -1258,20 +1303,23 @@ class Prefetcher(Movement):
         located, full, handle = request.located, self._context.full, request.handle
         assert located is not None
         followed = np.flatnonzero((located.full[:-1] == _IN_MEMORY) & (located.full[1:] & ~_IN_MEMORY != 0))
-        request.lock(full, located.memory.rows_of(full, followed.tolist()).rows)
-        found_end = end = located.usable_end(located.full_end)
-        limit = located.end_with(min(self._pages_left(request), full.pages.capacity))
+        if len(followed):
+            request.lock(full, located.memory.rows_of(full, followed.tolist()).rows)
+        full_end = located.full_end
+        found_end = end = located.usable_end(full_end)
+        limit = located.end_with(min(self._pages_left(request), full.pages.capacity), full_end)
         if limit < found_end:
             end, request.lacks_host_pages = located.usable_end(limit), True
-        for component in self._context.components[1:]:
+        for component in self._context.others:
             pages = range(max(located.num_usable, component.first_required(end)), end)
             request.lock(component, located.memory.rows_of(component, pages).rows)
         found_tokens = handle.read_tokens + located.num_arriving(found_end) * self._context.tree.page_size
         handle.found_tokens = max(handle.found_tokens, found_tokens)
         request.plan(end, self._clock())
-        self._jobs.ask_remote_too(request)
+        if REMOTE in self._context.stores:
+            self._jobs.ask_remote_too(request)
         for component, part in request.read_list.items():
-            if np.count_nonzero(part.stores) > component.pages.capacity:
+            if component is not full and np.count_nonzero(part.stores) > component.pages.capacity:
                 request.read_list, request.awaited, request.lacks_host_pages = {}, NO_ROWS, True
                 break
         self._note_planned(request)
@@ -1279,10 +1327,23 @@ class Prefetcher(Movement):
             self._settle(request)
 
     def _advance(self, request: PendingPrefetch) -> None:
-        """Add to the handle's `read_tokens` the pages before the first page that has not arrived."""
-        if num_pages := request.advance(self._context.full):
-            request.handle.read_tokens += num_pages * self._context.tree.page_size
-            request.progress_s = self._clock()
+        """Remove from `awaited` all pages before the first page that has not arrived, and add these pages to the
+        handle's `read_tokens`."""
+        awaited, num_pages = request.awaited, 0
+        if len(request.rows) or not len(awaited):
+            while len(part := awaited[num_pages : num_pages + _MAX_PAGES]):
+                has = self._context.full.pages.has(request.rows[part - request.first], HELD | COPY)
+                num_pages += first_gap(has)
+                if not has.all():
+                    break
+            request.awaited = awaited = awaited[num_pages:]
+            request.missing = (request.end, request.end)
+            if len(awaited):  # ascending, or descending for an overlapped prompt
+                request.missing = (int(min(awaited[0], awaited[-1])), int(max(awaited[0], awaited[-1])) + 1)
+            if num_pages:
+                request.has_arrived = True
+                request.handle.read_tokens += num_pages * self._context.tree.page_size
+                request.progress_s = self._clock()
         if request.is_idle:
             self._settle(request)
 
@@ -1309,8 +1370,16 @@ class Prefetcher(Movement):
         self._release(request)
         handle = request.handle
         if not request.was_deferred:
-            claimed = 0 if self._pages_left(request) > 0 else self._claimed()
-            self._counters.count_deferred(claimed, self._max_pages)
+            self._counters.deferred.value += 1
+            if not self._has_been_full and self._pages_left(request) <= 0 and (claimed := self._claimed()):
+                self._has_been_full = True
+                log.warning(
+                    "prefetches wait for host pages: %d are claimed by requests that were not admitted, "
+                    "prefetch_host_share=%g allows %d; raise it, or host_bytes",
+                    claimed,
+                    self._context.config.prefetch_host_share,
+                    self._max_pages,
+                )
         request.was_deferred = True
         has_others = len(self._active) or self._share.num_pages > self._share.of(handle.request_id)
         if handle.waits and (handle.mode == "wait_complete" or not has_others):
@@ -1366,7 +1435,8 @@ class Prefetcher(Movement):
         self._has_changes = True
         self._jobs.stop_waiting(request)
         request.release()
-        self._note_planned(request)
+        self._num_planned -= request.num_planned
+        request.num_planned = 0
 
     # Turns
 
@@ -1420,7 +1490,7 @@ class Prefetcher(Movement):
 
     def _discard(self, request: PendingPrefetch) -> None:
         """Remove a request from its queue."""
-        requests = self._queue_of(request)
+        requests = self._queues[request.handle.waits, request.stage]
         at = bisect_left(requests, request.arrival, key=_ARRIVAL)
         if at < len(requests) and requests[at] is request:
             del requests[at]
@@ -1434,13 +1504,16 @@ class Prefetcher(Movement):
 
     def _note_planned(self, request: PendingPrefetch) -> None:
         """Update the sum of planned pages after a change of a read list."""
-        before, request.num_planned = request.num_planned, request.num_to_read(self._context.full)
+        part, before = request.read_list.get(self._context.full), request.num_planned
+        request.num_planned = 0 if part is None else int(np.count_nonzero(part.stores))
         self._num_planned += request.num_planned - before
 
     def _pages_left(self, request: PendingPrefetch) -> int:
         """Return the number of pages that may still be read for a request: the unclaimed pages of the prefetch share,
         or of the complete host pool if no other request claims pages."""
         claimed, full = self._claimed(), self._context.full
+        if not claimed:
+            return full.host.num_pages
         own = self._share.of(request.handle.request_id) + request.num_planned
         own += len(request.waited.get(full, NO_ROWS))
         return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)
@@ -1466,19 +1539,16 @@ class Prefetcher(Movement):
         """Apply the answer or the stall of a lookup, and query the next store. Returns the request if all stores have
         answered. A late answer adds a store to the read list."""
         lookup = self._jobs.take_lookup(done)
+        if lookup is None:
+            return []
         request = lookup.request
-        if request.located is not lookup.located:
-            return []  # the request has ended, or was queued again
-        is_awaited = request.lookup is lookup
-        if isinstance(done, FindDone):
-            self._jobs.note_answer(lookup, done)
-            if request.lookup is None:
-                request.find_stores()
-        if not is_awaited:
+        if request.lookup is not lookup:
+            if request.lookup is None and isinstance(done, FindDone):
+                for component, part in request.read_list.items():
+                    request.find_stores(component, part.rows)
             return []
         request.lookup = None
-        located = lookup.located
-        return [] if self._jobs.look_up(request, located, located.unknown()) else [request]
+        return [] if self._jobs.look_up(request) else [request]
 
     def _submit(self) -> bool:
         """Reserve host pages and queue a bounded number of jobs. Returns whether any job was queued. If a request gets
@@ -1487,7 +1557,8 @@ class Prefetcher(Movement):
         num_jobs, num_pages, has_capacity = 0, 0, True
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
-        for request in _in_turn(filter(_READ_LIST, self._active)):
+        with_list = [*filter(_READ_LIST, self._active)]
+        for request in _in_turn(with_list) if len(with_list) > 1 else with_list:
             had_coalesced, more = request.has_coalesced, 1
             if request.handle.is_preemptible:
                 more = min(_MOST_STEPS, max(4, int(num_steps)))
@@ -1497,7 +1568,7 @@ class Prefetcher(Movement):
                 queued = self._jobs.read(request, chosen, max_jobs - num_jobs, max_pages - num_pages)
                 num_jobs, num_pages, has_capacity = num_jobs + queued[0], num_pages + queued[1], queued[0] > 0
                 if num_jobs < max_jobs and num_pages < max_pages:
-                    chosen = self._jobs.next_of(request, num_times)
+                    chosen = self._jobs.next_of(request, num_times) if request.read_list else None
             self._counters.coalesced.value += request.has_coalesced and not had_coalesced
             self._note_planned(request)
             if not (has_capacity or request.jobs):
@@ -1530,7 +1601,8 @@ class Prefetcher(Movement):
         now_s, lost = self._clock(), list[tuple[PendingPrefetch, CacheComponent, Rows]]()
         for request in waiting:
             for component, rows in request.waited.items():
-                is_read, is_held = component.pages.has(rows, READ), component.pages.has(rows)
+                states = component.pages.state[rows]
+                is_read, is_held = states & READ != 0, states & HELD != 0
                 request.waited[component] = rows[is_read]
                 if is_held.any():
                     request.lock(component, rows[is_held])
@@ -1673,7 +1745,7 @@ class Prefetcher(Movement):
         if not waiting:
             return
         backlog = _Backlog(self._policy.cost, self._context.stores, self._jobs.reads.values())
-        num_delayed, now_s = self._load.num_delayed, self._clock()
+        num_delayed, now_s = self._load.num_delayed(), self._clock()
         queued = [request for request in waiting if request not in self._active]
         for request in (*_in_turn(self._active), *queued):
             if request in waiting:

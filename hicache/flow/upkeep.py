@@ -23,8 +23,8 @@ from hicache.flow.movement import Load, Movement
 from hicache.flow.reads import Prefetcher
 from hicache.flow.writes import Writes
 from hicache.metrics import Metrics, MetricType
+from hicache.pages.node import Released
 from hicache.pages.states import ABOVE, TierPages
-from hicache.pages.tree_results import Released
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
 

@@ -132,14 +132,6 @@ class DevicePages(Columns):
         self.order.unlock(rows)
         self.table.drop(rows)
 
-    def begin_load(self, rows: Rows, number: int) -> None:
-        """Record that the load with this number writes the pages `rows`."""
-        self.load[rows] = number
-
-    def end_load(self, rows: Rows) -> None:
-        """Record that the load of the pages `rows` has ended."""
-        self.load[rows] = 0
-
     def take(self, size: int) -> Rows:
         """Return the next pages to evict, with at most `size` tokens or states in total, rounded up to pages; see
         `EvictionOrder.take`."""

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from hicache.pages.key import Tokens
-from hicache.pages.names import PromptPages
+from hicache.pages.key import PromptPages, Tokens
 
 Medium = Literal["GPU", "CPU", "DISK"]
 

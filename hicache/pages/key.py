@@ -9,24 +9,28 @@ the same key only if model, layout, tenant and prefix are the same:
     seed     = SHA-256(identity digest || namespace length, 8 bytes little endian || namespace, UTF-8)
     key[0]   = SHA-256(seed || tokens of page 0, int64 little endian)
     key[i]   = SHA-256(key[i-1] || tokens of page i)
+
+The key of a window or state is SHA-256(page key || name of the component).
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import InvalidTokens
+from hicache.tiers import FULL, Component
 
 Tokens = npt.NDArray[np.int64]
 
 _ITEM = 8
 _MANY_IDS = 64
-_SHARED_TOKENS = 4096  # 32 KiB; numpy compares runs of at least this size at the speed of memcmp
+SHARED_TOKENS = 4096  # 32 KiB; numpy compares runs of at least this size at the speed of memcmp
 _MAX_ID = np.iinfo(np.int64).max
 
 
@@ -88,18 +92,17 @@ def _view(memory: _Memory) -> Tokens:
     return tokens
 
 
-def _memory_of(tokens: Tokens) -> _Memory | None:
-    """Return the memory of which `tokens` are a view, if this module allocated it."""
+def owned(tokens: Tokens) -> Tokens:
+    """Return packed tokens in memory that does not change. The tokens are copied if a caller owns their memory, or if a
+    view would keep more than twice the memory of the tokens alive."""
     base: Any = tokens.base.base if isinstance(tokens.base, np.ndarray) else tokens.base
-    return base.obj if isinstance(base, memoryview) and isinstance(base.obj, _Memory) else None
+    is_owned = isinstance(base, memoryview) and isinstance(base.obj, _Memory)
+    return tokens if is_owned and 2 * len(tokens) * _ITEM >= len(base.obj) else _view(_Memory(tokens))
 
 
 class TokenRun:
-    """Packed tokens in memory that does not change.
-
-    The tokens are copied if the run is short, if a caller owns their memory, or if a view would keep more than twice
-    the memory of the run alive. Other runs are views, which neither an insertion nor a split copies.
-    """
+    """Packed tokens in memory that does not change. The tokens of short runs are copied. Long runs are `owned`: neither
+    an insertion nor a split copies them again."""
 
     __slots__ = ("_raw", "_tokens", "num_tokens")
 
@@ -107,9 +110,8 @@ class TokenRun:
         self.num_tokens = len(tokens)
         self._raw: _Memory | None = None
         self._tokens: Tokens | None = None
-        memory = _memory_of(tokens) if len(tokens) >= _SHARED_TOKENS else None
-        if memory is not None and 2 * len(tokens) * _ITEM >= len(memory):
-            self._tokens = tokens
+        if len(tokens) >= SHARED_TOKENS:
+            self._tokens = owned(tokens)
         else:
             # A bytearray compares with a buffer by memcmp, which is faster than starting a numpy operation.
             self._raw = _Memory(tokens)
@@ -130,7 +132,8 @@ class TokenRun:
         length = min(self.num_tokens, len(tokens) - start)
         if self._raw is not None and self._raw.startswith(raw[start * _ITEM : (start + length) * _ITEM]):
             return length
-        same = self.tokens[:length] == tokens[start : start + length]
+        own_tokens = self.tokens if self._tokens is None else self._tokens
+        same = own_tokens[:length] == tokens[start : start + length]
         first = int(same.argmin()) if length else 0
         return length if not length or same[first] else first
 
@@ -138,6 +141,30 @@ class TokenRun:
 def bytes_of(tokens: Tokens) -> memoryview:
     """Return the memory of packed tokens as bytes."""
     return tokens.data.cast("B") if len(tokens) else memoryview(b"")
+
+
+class PromptPages(NamedTuple):
+    """Consecutive pages of one prompt: the `tokens` and `keys` of the pages, and `previous_key`, the key of the page
+    before them (None at the start of the prompt)."""
+
+    keys: Sequence[bytes]
+    previous_key: bytes | None
+    tokens: Tokens
+    namespace: str
+
+    def part(self, start: int, end: int) -> PromptPages:
+        """Return pages [start, end)."""
+        size = len(self.tokens) // max(1, len(self.keys))
+        previous_key = self.keys[start - 1] if start else self.previous_key
+        return PromptPages(self.keys[start:end], previous_key, self.tokens[start * size : end * size], self.namespace)
+
+
+def component_keys(component: Component, page_keys: Sequence[bytes]) -> list[bytes]:
+    """Return the keys of a component's data for the pages with the keys `page_keys`."""
+    if component == FULL:
+        return [*page_keys]
+    name = component.encode()
+    return [hashlib.sha256(key + name).digest() for key in page_keys]
 
 
 class PageHasher:

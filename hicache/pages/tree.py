@@ -23,13 +23,11 @@ from hicache.errors import InvariantError
 from hicache.pages.components import FullComponent, TreeComponent, last_end
 from hicache.pages.device import DevicePages
 from hicache.pages.events import EventLog
-from hicache.pages.key import PageHasher, TokenRun, Tokens, bytes_of
-from hicache.pages.names import PageNames, PromptPages
-from hicache.pages.node import ChildKey, TreeNode
+from hicache.pages.key import PageHasher, PromptPages, TokenRun, Tokens, bytes_of
+from hicache.pages.node import ChildKey, Inserted, Match, Released, TreeNode
 from hicache.pages.order import rank_policy
 from hicache.pages.states import TierPages
 from hicache.pages.table import NO_ROW, NO_ROWS, Columns, PageTable, Rows
-from hicache.pages.tree_results import Inserted, Match, Released
 from hicache.tiers import FULL, SWA, Component
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -70,13 +68,12 @@ class RadixTree(Columns):
         has_lower_tier: bool = False,
         below: TierPages | None = None,
     ) -> None:
-        self.page_size, self.events = page_size, events
+        self.page_size, self.events, self._hasher = page_size, events, hasher
         self.components: tuple[TreeComponent, ...] = (FullComponent(), *components)
         self._below = below
         self.table = PageTable() if below is None else below.table
         self._is_keyed = below is not None or events is not None
         self.table.add_columns(self)
-        self.names = PageNames(hasher, self.table)
         self.pages = dict[Component, DevicePages]()
         for component in self.components:
             size = 1 if component.at_node_end else page_size
@@ -215,6 +212,26 @@ class RadixTree(Columns):
         previous_key = None if before == NO_ROW else self.table.keys[before]
         return PromptPages(self.table.keys_of(rows), previous_key, np.concatenate(pieces), namespace)
 
+    def keys_of(self, node: TreeNode) -> list[bytes]:
+        """Return the page keys of a node. Each key is computed on demand, and only once."""
+        unnamed, keys = [], self.table.keys
+        above: TreeNode | None = node
+        while above is not None and len(above.rows) and keys[above.rows[-1]] is None:
+            unnamed.append(above)
+            above = above.parent
+        for below in reversed(unnamed):
+            assert below.run is not None and below.parent is not None
+            self.table.set_keys(below.rows, self._following(below.parent, below.namespace, below.run.tokens))
+        return self.table.keys_of(node.rows)
+
+    def prompt_keys(self, match: Match, tokens: Tokens) -> list[bytes]:
+        """Return the keys of the complete pages of a prompt. `match`: the match of the prompt in the tree."""
+        if match.nodes and not self._is_keyed:
+            self.keys_of(match.nodes[-1])
+        keys = self.table.keys_of(match.rows)
+        previous = keys[-1] if keys else self._hasher.seed(match.namespace)
+        return keys + self._hasher.chain(previous, tokens[len(keys) * self.page_size :])
+
     def values(self, name: Component) -> torch.Tensor:
         """Return all values of a component on the device, in no order."""
         return self.pages[name].value(self.pages[name].rows_held())
@@ -248,6 +265,7 @@ class RadixTree(Columns):
         window_from: int | None = None,
         donated: Mapping[Component, torch.Tensor] | None = None,
         keys: Sequence[bytes] = (),
+        rows: Rows | None = None,
     ) -> Inserted:
         """Add complete pages `tokens` after `parent`, without locks. `value`: the slots of the tokens; the tree copies
         this tensor.
@@ -255,7 +273,7 @@ class RadixTree(Columns):
         Stops before a page that a load in flight writes, because the load may fail (`Inserted.accepted_len`).
         `window_from`: tokens from this position on have window slots mapped to their slots; nodes end at this position.
         `donated`: values at the end of `tokens`, like a recurrent state, see `attach`. `keys`: known keys of the first
-        pages.
+        pages. `rows`: the rows of the pages, if the table has a row for each page.
         """
         page, raw, node, pos = self.page_size, bytes_of(tokens), parent, 0
         existing, gained, adopted = list[Rows](), list[Rows](), list[tuple[int, int]]()
@@ -267,8 +285,13 @@ class RadixTree(Columns):
             child_key = (namespace, first) if node.parent is None else first
             child = node.children.get(child_key)
             if child is None:
-                known = keys[pos // page : limit // page]
-                node = self._grow(node, child_key, tokens[pos:limit], value[pos:limit], namespace, known)
+                span, last = slice(pos // page, limit // page), NO_ROW if node is self.root else int(node.rows[-1])
+                if rows is None:
+                    new_rows = self._add_rows(node, last, tokens[pos:limit], namespace, keys[span])
+                else:
+                    new_rows = rows[span]
+                    self.table.link(new_rows, last)
+                node = self._grow(node, child_key, tokens[pos:limit], value[pos:limit], namespace, new_rows)
                 gained.append(node.rows)
                 if has_windows and self._windows is not None:
                     self._windows.enter(node.rows)
@@ -367,8 +390,9 @@ class RadixTree(Columns):
 
     def required(self, rows: Rows, length: int) -> Expectation:
         """Return the pages that the first `length` tokens of the prefix `rows` need, by component."""
-        found, page = dict[Component, Rows](), self.page_size
-        for component in self.components:
+        page = self.page_size
+        found = {FULL: rows[: length // page]}
+        for component, _ in self._others:
             found[component.name] = rows[component.first_required(length) // page : length // page]
         return found
 
@@ -507,6 +531,28 @@ class RadixTree(Columns):
             pieces[-1] = pieces[-1][(start - node.depth_tokens) // self.page_size :]
         return pieces[::-1]
 
+    def _following(self, node: TreeNode, namespace: str, tokens: Tokens, known: Sequence[bytes] = ()) -> list[bytes]:
+        """Return the keys of the complete pages in `tokens`, after `node`. `known`: keys of the first pages."""
+        if known:
+            previous = known[-1]
+        else:
+            previous = self.keys_of(node)[-1] if node.parent is not None else self._hasher.seed(namespace)
+        return [*known, *self._hasher.chain(previous, tokens[len(known) * self.page_size :])]
+
+    def _add_rows(self, parent: TreeNode, before: int, tokens: Tokens, namespace: str, known: Sequence[bytes]) -> Rows:
+        """Return the rows of pages `tokens` after `parent`, and add missing rows. `before`: the last row of `parent`;
+        `known`: keys of the first pages."""
+        page, index = self.page_size, parent.depth_tokens // self.page_size
+        if self._is_keyed:
+            keys = known if len(known) * page == len(tokens) else self._following(parent, namespace, tokens, known)
+            return self.table.add(keys, index, previous=before)
+        rows = self.table.add_unnamed(len(tokens) // page, index)
+        if self._reads_names:
+            first = hash(namespace) & (1 << 64) - 1 if before == NO_ROW else int(self.table.name[before])
+            self.table.name[rows] = _names(tokens[::page], np.uint64(first), index)
+        self.table.link_new(rows, before)
+        return rows
+
     def _grow(
         self,
         parent: TreeNode,
@@ -514,26 +560,16 @@ class RadixTree(Columns):
         tokens: Tokens,
         value: torch.Tensor,
         namespace: str,
-        known: Sequence[bytes],
+        rows: Rows,
     ) -> TreeNode:
-        """Make a new node of pages `tokens` with slots `value` after `parent`."""
-        page, index = self.page_size, parent.depth_tokens // self.page_size
-        before = int(parent.rows[-1]) if parent.parent is not None else NO_ROW
-        if self._is_keyed:
-            rows = self.table.add(self.names.following(parent, namespace, tokens, known), index, previous=before)
-        else:
-            rows = self.table.add_unnamed(len(tokens) // page, index)
-            if self._reads_names:
-                first = hash(namespace) & (1 << 64) - 1 if before == NO_ROW else int(self.table.name[before])
-                self.table.name[rows] = _names(tokens[::page], np.uint64(first), index)
-            self.table.link_new(rows, before)
+        """Make a new node of pages `tokens` with slots `value` and rows `rows` after `parent`."""
         self.table.hold(rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         self.table.hits[at] = 1 if self._below is None else np.where(self._below.state[at], self.table.hits[at], 1)
         node = self._add_node(parent, child_key, tokens, namespace, rows)
         self._full.enter(rows, value)
         if self.events is not None:
-            self.events.stored(self.names.pages(node), "GPU")
+            self.events.stored(self.event_pages(rows), "GPU")
         return node
 
     def _add_node(self, parent: TreeNode, child_key: ChildKey, tokens: Tokens, namespace: str, rows: Rows) -> TreeNode:
@@ -568,7 +604,7 @@ class RadixTree(Columns):
         for name, pages in reversed(self.pages.items()):
             held = pages.held(rows)
             if name == FULL and self.events is not None:
-                self.events.removed(self.names.of(node)[start:], "GPU")
+                self.events.removed(self.table.keys_of(rows), "GPU")
             if len(held):
                 released.append(self.detach(held, name))
         self.node[self.table.span(rows) if len(rows) >= self.table.many else rows] = -1

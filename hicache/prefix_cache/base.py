@@ -17,9 +17,9 @@ from hicache.errors import ConfigError, InvariantError, ShapeError
 from hicache.pages.components import TreeComponent
 from hicache.pages.events import EventLog, KVCacheEvent
 from hicache.pages.key import PageHasher, Tokens
+from hicache.pages.node import Inserted, Match, Released
 from hicache.pages.node import TreeNode as Node
 from hicache.pages.tree import RadixTree
-from hicache.pages.tree_results import Inserted, Match, Released
 from hicache.prefix_cache.node import TreeNode
 from hicache.prefix_cache.params import (
     CacheInitParams,

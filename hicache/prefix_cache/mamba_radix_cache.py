@@ -30,8 +30,8 @@ import torch
 from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.errors import ConfigError, InvariantError, OutOfStates, ShapeError
 from hicache.pages.components import MambaComponent, TreeComponent
+from hicache.pages.node import Released
 from hicache.pages.node import TreeNode as Node
-from hicache.pages.tree_results import Released
 from hicache.prefix_cache.base import BasePrefixCache
 from hicache.prefix_cache.params import (
     CacheInitParams,

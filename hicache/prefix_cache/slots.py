@@ -12,8 +12,8 @@ from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import InvariantError
+from hicache.pages.node import Inserted, Released
 from hicache.pages.tree import RadixTree
-from hicache.pages.tree_results import Inserted, Released
 from hicache.prefix_cache.protocols import CachedRequest, SlotAllocator
 from hicache.tiers import FULL, SWA, joined
 

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from hicache.transfer.segments import PageCopies, PageCopy, gather
 log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
+_NUM_BYTES = attrgetter("num_bytes")
 _GROUP_BYTES = 1 << 20  # bytes of one page that are gathered at a time
 
 
@@ -129,7 +131,7 @@ class CpuTransfer:
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CpuOp:
         copies = self._page_copies.to_load(pages, slots, rest)
-        op = CpuOp(sum([copy.num_bytes for copy in copies]))
+        op = CpuOp(sum(map(_NUM_BYTES, copies)))
 
         def copy() -> None:
             try:

@@ -265,7 +265,8 @@ class StoreClient:
         self.poll()
         if self.reads.refuses() or self._lookup is not None:
             return None
-        self._expect_answer()
+        if not self._is_waiting:
+            self._note_message()
         job = self._lookup = FindJob(next(self._lookups), tuple(keys), ReadClass.LOOKUP, tuple(others))
         self._send(frames.of_jobs([job], NO_PAGES))
         until_s = time.monotonic() + min(wait_s, self._limits.io_timeout_s)
@@ -319,7 +320,7 @@ class StoreClient:
         """Receive outcomes, and reconnect after the backoff. Never blocks."""
         if self.state is State.LOST:
             self._poll_lost()
-        elif self._is_waiting:
+        elif self.reads.in_flight or self.writes.in_flight or self._is_waiting:
             self._idle_polls = 0
             self._transport.look()
             self._receive()
@@ -423,13 +424,9 @@ class StoreClient:
     def send_jobs(self, jobs: Sequence[Job]) -> None:
         """Send jobs of one class. The queues call this method."""
         frame = frames.of_jobs(jobs, self._memories.locate([*map(_PAGES, jobs)], self.page_sizes))
-        self._expect_answer()
-        self._send(frame)
-
-    def _expect_answer(self) -> None:
-        """Restart the watch for silence before a job is sent, because a process without jobs sends no messages."""
-        if not self._is_waiting:
+        if not self._is_waiting:  # restart the watch for silence, because a process without jobs sends no messages
             self._note_message()
+        self._send(frame)
 
     @property
     def _is_waiting(self) -> bool:

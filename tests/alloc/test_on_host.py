@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.alloc.on_host import are_runs, ascending, distinct, slots_of
-from hicache.alloc.owned import OwnedPages
+from hicache.alloc.base import OwnedPages, are_runs, ascending, distinct, slots_of
 from hicache.errors import DoubleFree
 from hicache.tiers import joined
 

@@ -13,6 +13,7 @@ from component_case import EACH_MODEL, FULL, MODELS, POLICIES, STATES, WINDOW, W
 from disk_case import TroubledStore, page_keys
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Hit, ModelGeometry, build_engine
 from hicache.flow.write_policy import POLICIES as POLICIES_BY_NAME
+from hicache.pages.key import component_keys
 from hicache.storage import PageBuffer, list_pages
 from hicache.tiers import MAMBA, SWA
 from memory_store import MemoryPageStore
@@ -154,9 +155,9 @@ def test_pages_missing_on_disk_are_recomputed(tmp_path: Path, model: ModelGeomet
         serve(engine, "a", tokens, model)
         engine.flush()
         context = engine.inspect.context
-        names, name = context.tree.names, MAMBA if model is STATES else SWA
-        keys = names.of_prompt(context.tree.match(tokens[:56]), tokens[:56])
-        assert stores[-1].delete(names.of_component(name, keys[-1:])) == 1
+        name = MAMBA if model is STATES else SWA
+        keys = context.tree.prompt_keys(context.tree.match(tokens[:56]), tokens[:56])
+        assert stores[-1].delete(component_keys(name, keys[-1:])) == 1
     with engine_at(tmp_path, model) as engine:
         assert engine.lookup(tokens, disk_wait_s=BOUND_S).disk < 56
         hit = serve(engine, "b", tokens, model)
@@ -203,8 +204,8 @@ def test_states_and_windows_are_evicted_before_their_pages(
             serve(engine, f"r{turn}", tokens, model)
         context = engine.inspect.context
         engine.flush()
-        page_keys = context.tree.names.of_prompt(context.tree.match(tokens[:56]), tokens[:56])
-        others = context.tree.names.of_component(MAMBA if model is STATES else SWA, page_keys)
+        page_keys = context.tree.prompt_keys(context.tree.match(tokens[:56]), tokens[:56])
+        others = component_keys(MAMBA if model is STATES else SWA, page_keys)
 
         def is_ordered() -> bool:
             stores[-1].sync()
@@ -260,7 +261,7 @@ def test_windows_leave_the_host_with_their_full_pages(policy: str) -> None:
             with engine.acquire(CacheRequest(str(number), tokens)) as lease:
                 prefill(engine, lease, tokens, WINDOWS)
             engine.flush()
-            of_device = [key for node in tree.nodes() for key in tree.names.of(node)] if policy == "exclusive" else []
-            assert {*windows} <= {*tree.names.of_component(SWA, [*full, *of_device])}
+            of_device = [key for node in tree.nodes() for key in tree.keys_of(node)] if policy == "exclusive" else []
+            assert {*windows} <= {*component_keys(SWA, [*full, *of_device])}
         assert engine.stats()["evict.host_lost_tokens"] > 0 and len(windows)
         engine.check()

@@ -28,7 +28,7 @@ from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
-from hicache.pages.key import PageHasher
+from hicache.pages.key import PageHasher, component_keys
 from hicache.storage import store_folders
 from hicache.tiers import MAMBA, SWA, Component
 from toy_model import prompt, settled
@@ -216,8 +216,7 @@ def test_a_small_host_gets_the_beginning(model: ModelGeometry, policy: str) -> N
         assert 10 < num_pages < 20
         assert [held for of_prompt in on_host for held in of_prompt] == [n < num_pages for n in range(20)]
         for component in engine.inspect.context.components:
-            names = engine.inspect.context.tree.names
-            assert {*component.pages} <= {*names.of_component(component.name, [*index])}
+            assert {*component.pages} <= {*component_keys(component.name, [*index])}
         settled(engine)
 
 
@@ -226,7 +225,7 @@ def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
     window fits."""
     sizes = {"device_tokens": 512, "window_tokens": 640, "host_bytes": 24000, "write_policy": "write_through"}
     with build_engine(config(**sizes, kv_packing="4", **PACKABLE), WIDER["window"]) as engine:
-        full, names = engine.inspect.context.full.pages, engine.inspect.context.tree.names
+        full = engine.inspect.context.full.pages
         serve(engine, "a", prompt(1, 49), WIDER["window"])
         locked = full.rows_held()
         full.lock(locked)
@@ -236,7 +235,7 @@ def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
         full.unlock(locked)
         assert engine.stats()["packing.dropped_pages"] > 0
         windows = engine.inspect.context.by_name[SWA].pages
-        assert {*windows} <= {*names.of_component(SWA, [*full])}
+        assert {*windows} <= {*component_keys(SWA, [*full])}
         settled(engine)
 
 
@@ -250,7 +249,7 @@ def test_uses_count_when_a_request_ends() -> None:
             serve(engine, "c", second, FULL)
         fill(engine, FULL, 3)
         context = engine.inspect.context
-        keys = [context.tree.names.of_prompt(context.tree.match(at[:56]), at[:56]) for at in (first, second)]
+        keys = [context.tree.prompt_keys(context.tree.match(at[:56]), at[:56]) for at in (first, second)]
         assert [of_prompt[-1] in context.full.pages for of_prompt in keys] == [True, False]
         settled(engine)
 

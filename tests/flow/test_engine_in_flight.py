@@ -4,6 +4,8 @@ failures, and check requests that need capacity during copies."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,10 @@ from component_case import EACH_MODEL, FULL, MODELS, WINDOWS, WITH_COMPONENTS, c
 from engine_fuzz import EngineFuzz, run
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import OutOfSlots, TransferError
+from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.movement import Copy
 from hicache.pages.node import TreeNode
-from hicache.pages.tree_results import Match
 from hicache.tiers import FULL as FULL_KV
 from hicache.tiers import SWA
 from hicache.transfer.cpu import CpuOp
@@ -265,13 +267,15 @@ def test_an_admission_keeps_exactly_the_pages_of_its_lock(kind: str, monkeypatch
     admission counted before. The lock includes windows and states of a prefix whose end is loaded."""
     fuzz = EngineFuzz(kind, seed=4)
     tree = fuzz.engine.inspect.context.tree
-    to_protect, lock, unlock, acquire = tree.to_protect, tree.lock, tree.unlock, fuzz.engine.acquire
+    lock, unlock, acquire = tree.lock, tree.unlock, fuzz.engine.acquire
     counted = dict[str, int]()
     sizes = dict[str, list[int]]()
 
-    def count(component: str, match: Match, end: int, length: int) -> int:
-        counted[component] = to_protect(component, match, end, length)
-        return counted[component]
+    def fits(component: CacheComponent, fits_now: Callable[[Admission], bool], admission: Admission) -> bool:
+        counted[component.name] = tree.to_protect(
+            component.name, admission.match, admission.device_len, admission.length
+        )
+        return fits_now(admission)
 
     def lock_once(node: TreeNode, ahead: int = 0) -> None:
         before = {name: tree.evictable(name) for name in counted}
@@ -292,7 +296,8 @@ def test_an_admission_keeps_exactly_the_pages_of_its_lock(kind: str, monkeypatch
         unlock(*args)
 
     monkeypatch.setattr(tree, "unlock", unlock_other)
-    monkeypatch.setattr(tree, "to_protect", count)
+    for component in fuzz.engine.inspect.context.components:
+        monkeypatch.setattr(component, "fits_now", partial(fits, component, component.fits_now))
     monkeypatch.setattr(tree, "lock", lock_once)
     monkeypatch.setattr(fuzz.engine, "acquire", acquire_one)
     fuzz.run(250)

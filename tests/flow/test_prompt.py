@@ -11,7 +11,7 @@ import pytest
 from hicache.flow.prompt import HostWatch, Prompt, Prompts
 from hicache.metrics import Metrics
 from hicache.pages.events import EventLog
-from hicache.pages.key import PageHasher
+from hicache.pages.key import PageHasher, PromptPages
 from hicache.pages.tree import RadixTree
 
 PAGE = 4
@@ -68,7 +68,7 @@ def test_a_host_page_keeps_only_the_tokens_of_its_own_read(has_events: bool) -> 
     tokens = np.arange(20 * PAGE)
     prompt = Prompts(tree).of(tokens, "", tree.match(tokens))
     keys, held = prompt.keys, weakref.ref(prompt.tokens)
-    watch.note(prompt.event_pages(14, 20), keys[16:])
+    watch.note(PromptPages(keys, None, prompt.tokens, "").part(14, 20), keys[16:])
     watch.forget(keys[18:])
     del prompt
     gc.collect()

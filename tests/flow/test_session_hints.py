@@ -10,6 +10,7 @@ import component_case
 from costs import lines_of
 from disk_case import Clock
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
+from hicache.pages.key import component_keys
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, prompt, serve, settled
 from waiting import eventually
@@ -81,7 +82,7 @@ def test_the_end_reaches_windows_and_states_that_left_before(model: ModelGeometr
                 component_case.prefill(engine, lease, tokens, model, chunk=8)
             component_case.serve(engine, f"other {turn}", prompt(turn + 1, 41), model, 8)
         tree, component = engine.inspect.context.tree, engine.inspect.context.components[1]
-        keys = tree.names.of_component(component.name, tree.names.of_prompt(tree.match(tokens[:96]), tokens[:96]))
+        keys = component_keys(component.name, tree.prompt_keys(tree.match(tokens[:96]), tokens[:96]))
         found = component.pages.held(keys)
         assert len(found) and component.pages.order.has_ended[found].all()
 

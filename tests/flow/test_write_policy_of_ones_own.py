@@ -33,7 +33,7 @@ def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
     context, found = engine.inspect.context, set[tuple[int, ...]]()
     for node in context.tree.nodes():
         tokens = np.concatenate([at.run.tokens for at in node.path()[::-1] if at.run is not None])
-        keys = context.tree.names.of(node)
+        keys = context.tree.keys_of(node)
         for number, key in enumerate(keys):
             if key not in context.full.pages:
                 continue

@@ -93,7 +93,7 @@ def _same(history: Listening) -> None:
     assert not any(_is_known(index, held["CPU"][name]) for name in held["CPU"].keys() - index.held["CPU"])
     for node in tree.nodes():
         tokens, page = node.run.tokens.tolist(), tree.page_size
-        for number, key in enumerate(tree.names.of(node)):
+        for number, key in enumerate(tree.keys_of(node)):
             assert index.blocks[block_hash(key)][1] == tuple(tokens[number * page : (number + 1) * page])
 
 
@@ -119,7 +119,7 @@ def test_pages_of_a_custom_store_are_reported_when_found(tmp_path: Path) -> None
     with build_engine(config(kv_events=f"file:{stream}", disk=None), GEOMETRY, store=store) as engine:
         serve(engine, "first", prompt)
         tree = engine.inspect.context.tree
-        keys = [key for node in tree.nodes() for key in tree.names.of(node)]
+        keys = [key for node in tree.nodes() for key in tree.keys_of(node)]
         for lost in (keys[4:5], []):
             engine.reset()
             store.delete(lost)

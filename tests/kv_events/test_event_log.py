@@ -10,7 +10,7 @@ import pytest
 
 from block_index import BlockIndex
 from hicache.pages.events import EventLog, Medium, block_hash
-from hicache.pages.names import PromptPages
+from hicache.pages.key import PromptPages
 
 SIZE, MEDIA = 2, get_args(Medium)
 # Prompts that share beginnings. A key names a block and all blocks before it.

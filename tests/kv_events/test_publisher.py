@@ -19,7 +19,7 @@ from hicache.errors import ConfigError
 from hicache.kv_events import EventBatch, EventPublisher, FileSink, ZmqSink, sink_of
 from hicache.metrics import Metrics
 from hicache.pages.events import AllRemoved, EventLog, PageChange, PagesRemoved, PagesStored
-from hicache.pages.names import PromptPages
+from hicache.pages.key import PromptPages
 from waiting import BOUND_S
 
 

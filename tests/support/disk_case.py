@@ -195,7 +195,7 @@ def _threads(prefixes: tuple[str, ...]) -> list[str]:
 def page_keys(engine: CacheEngine, tokens: np.ndarray) -> list[bytes]:
     """The keys of the complete pages of a prompt."""
     tree = engine.inspect.context.tree
-    return tree.names.of_prompt(tree.match(tokens), tokens)
+    return tree.prompt_keys(tree.match(tokens), tokens)
 
 
 def num_held(disk: StoreTier, keys: Sequence[bytes], wait_s: float) -> int | None:

@@ -21,7 +21,7 @@ def in_memory(engine: CacheEngine) -> dict[str, dict[int, int | None]]:
     context = engine.inspect.context
     assert context.watch is not None
     of_medium = {
-        "GPU": map(context.tree.names.pages, context.tree.nodes()),
+        "GPU": [context.tree.event_pages(node.rows) for node in context.tree.nodes()],
         "CPU": context.watch.announced([*context.full.pages]),
     }
     return {

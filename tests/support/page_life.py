@@ -25,6 +25,7 @@ import numpy as np
 from hicache import CacheEngine, Lease
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.movement import Load
+from hicache.pages.key import component_keys
 from hicache.pages.states import ABOVE, COPY, HELD, RAW, READ
 from hicache.tiers import FULL, MAMBA, Component
 
@@ -185,7 +186,7 @@ class PageLives:
             if component.has_host:
                 self._look_below(component)
         for node in self._context.tree.nodes():
-            self._context.tree.names.of(node)
+            self._context.tree.keys_of(node)
         pages = [page for component in self._context.components for page in self._pages(component)]
         for component in self._context.components:
             self._enter("device", component.name, self._verb, dict(self._on_device(component, pages)))
@@ -287,7 +288,7 @@ class PageLives:
     def _pages(self, component: CacheComponent) -> Iterator[_Page]:
         tree, resident, size = self._context.tree, component.resident, component.page_size
         rows = resident.rows_held()
-        keys = tree.names.of_component(component.name, tree.table.keys_of(rows))
+        keys = component_keys(component.name, tree.table.keys_of(rows))
         ids = _ids(component.device_ids(resident.value(rows)))
         for at, (key, row) in enumerate(zip(keys, rows.tolist(), strict=True)):
             is_locked, is_loading = bool(resident.order.locks[row]), bool(resident.load[row])

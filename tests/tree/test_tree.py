@@ -40,14 +40,14 @@ def test_page_keys_do_not_depend_on_splits() -> None:
     tokens = np.arange(16)
     complete, cut = tree_of(page=2), tree_of(page=2)
     node = complete.insert(complete.root, tokens, torch.arange(16) + 1, "a").node
-    expected = complete.names.of(node)
+    expected = complete.keys_of(node)
     cut.insert(cut.root, tokens, torch.arange(16) + 1, "a")
     for length in (4, 10):
         cut.node_at(cut.match(tokens[:length], "a"), length)
     deepest = cut.node_at(cut.match(tokens, "a"), 16)
-    keys = [key for at in reversed(list(deepest.path())) for key in cut.names.of(at)]
-    assert keys == expected == complete.names.of_prompt(complete.match(tokens, "a"), tokens)
-    assert set(keys).isdisjoint(complete.names.of_prompt(complete.match(tokens, "b"), tokens))
+    keys = [key for at in reversed(list(deepest.path())) for key in cut.keys_of(at)]
+    assert keys == expected == complete.prompt_keys(complete.match(tokens, "a"), tokens)
+    assert set(keys).isdisjoint(complete.prompt_keys(complete.match(tokens, "b"), tokens))
     other = PageHasher(b"another identity", 2)
     assert set(keys).isdisjoint(other.chain(other.seed("a"), tokens))
 
@@ -57,10 +57,10 @@ def test_pages_are_hashed_once() -> None:
     hasher = PageHasher(b"identity", 2)
     tree = RadixTree(2, hasher)
     node = tree.insert(tree.root, np.arange(12), torch.arange(12) + 1).node
-    keys = tree.names.of(node)
-    assert tree.names.of(node) == keys
+    keys = tree.keys_of(node)
+    assert tree.keys_of(node) == keys
     upper = tree.node_at(tree.match(np.arange(6)), 6)
-    assert [*tree.names.of(upper), *tree.names.of(node)] == keys
+    assert [*tree.keys_of(upper), *tree.keys_of(node)] == keys
     assert hasher.pages_hashed == 6
 
 
@@ -117,7 +117,7 @@ def test_a_dropped_node_is_freed_at_once() -> None:
         node = tree.insert(tree.root, np.arange(8), torch.arange(8) + 1, window_from=4).node
         tree.attach(node, MAMBA, torch.tensor([1]))
         tree.lock(node)
-        tree.names.of(node)
+        tree.keys_of(node)
         tree.unlock(node)
         runs = [weakref.ref(at.run.tokens) for at in node.path() if at.run is not None]
         del node
@@ -162,11 +162,11 @@ def test_sharing_ends_at_a_load_in_flight() -> None:
     tree.insert(tree.root, tokens[:2], torch.arange(1, 3))
     loading = tree.insert(tree.root, tokens, torch.arange(1, 7)).node
     tree.lock(loading)
-    tree.pages[FULL].begin_load(loading.rows, 1)
+    tree.pages[FULL].load[loading.rows] = 1
     inserted = tree.insert(tree.root, tokens, offered, donated=state)
     assert inserted.existing.tolist() == [1, 2] and not len(inserted.gained)
     assert (inserted.accepted_len, inserted.attached) == (2, set())
-    tree.pages[FULL].end_load(loading.rows)
+    tree.pages[FULL].load[loading.rows] = 0
     tree.unlock(loading)
     for attached in ({MAMBA}, set()):
         inserted = tree.insert(tree.root, tokens, offered, donated=state)

@@ -33,10 +33,11 @@ from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.pages.components import TreeComponent
+from hicache.pages.key import component_keys
+from hicache.pages.node import Match
 from hicache.pages.states import TierPages
 from hicache.pages.table import Rows
 from hicache.pages.tree import RadixTree
-from hicache.pages.tree_results import Match
 from hicache.tiers import Component
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
@@ -146,7 +147,7 @@ class CacheComponent(ABC):
 
     def host_rows(self, rows: Rows) -> Rows:
         """Return the host rows of pages of the tree; `NO_ROW` for a page without a host row."""
-        return self.pages.table.find(self.tree.names.of_component(self.name, self.tree.table.keys_of(rows)))
+        return self.pages.table.find(component_keys(self.name, self.tree.table.keys_of(rows)))
 
     # Evict
 
@@ -196,9 +197,12 @@ class CacheComponent(ABC):
 
     def fits_now(self, admission: Admission) -> bool:
         """Return whether the request fits now. Changes nothing."""
+        short = self.needed(admission) - self.available()
+        if short <= 0:
+            return True
         kept = self.tree.to_protect(self.name, admission.match, admission.device_len, admission.length)
         evictable = max(0, self.resident.evictable - kept)
-        return self.needed(admission) <= self.available() + self.num_evicting + evictable
+        return short <= self.num_evicting + evictable
 
     def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
         """Return the error for a request that needs more tokens or states than are free or evictable. `in_flight`: the
@@ -207,7 +211,7 @@ class CacheComponent(ABC):
 
     def take(self, slots: torch.Tensor) -> None:  # noqa: B027
         """Allocate the windows or states of new `slots` of a lease. The caller has made `size_of(len(slots))`
-        available."""
+        available. Not called for FULL."""
 
     def size_of(self, num_slots: int) -> int:
         """Return the tokens or states that `take` needs for new slots."""
@@ -219,7 +223,8 @@ class CacheComponent(ABC):
         return self.size_of(num_slots)
 
     def prepare_forward(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
-        """Prepare the first forward pass of a lease. If the lease has a load, the load was submitted before."""
+        """Prepare the first forward pass of a lease. If the lease has a load, the load was submitted before. Not called
+        for FULL."""
 
     # Restore
 

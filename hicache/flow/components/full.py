@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class FullAttention(CacheComponent):
         page = self._slots.page_size
         return -(-num_tokens // page) * page
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         page = self._slots.page_size
         return self._slots.size // page * page
@@ -94,10 +95,10 @@ class FullAttention(CacheComponent):
         page, prompt, (rows, pages) = self.page_size, load.prompt, load.pages[FULL]
         first, last = int(pages[0]), int(pages[-1]) + 1
         tokens, value = prompt.tokens[first * page : last * page], slots[: len(rows) * page]
-        inserted = self.tree.insert(load.node, tokens, value, prompt.namespace, keys=prompt.keys[first:last])
+        inserted = self.tree.insert(load.node, tokens, value, prompt.namespace, rows=rows)
         assert np.array_equal(inserted.gained, rows), "the tree already had some of the pages to load"
         load.brings[FULL], load.node = rows, inserted.node
-        self.resident.begin_load(rows, load.number)
+        self.resident.load[rows] = load.number
         return value
 
     def fail_load(self, load: Load) -> None:

@@ -116,7 +116,7 @@ class SlidingWindow(CacheComponent):
             self.resident.enter(rows)
             undo.pop_all()
         load.brings[SWA] = rows
-        self.resident.begin_load(rows, load.number)
+        self.resident.load[rows] = load.number
         return value
 
     def fail_load(self, load: Load) -> None:

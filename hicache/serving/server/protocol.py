@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from hicache.flow.validation import MAX_NEXT_TURN_S
+from hicache.engine import MAX_NEXT_TURN_S
 from hicache.serving.server.fields import (
     Bias,
     NumLogprobs,

@@ -98,7 +98,7 @@ class LastHidden(CacheComponent):
         row = self._take()
         self.tree.attach(load.node, self.name, row)
         load.brings[self.name] = load.node.rows[-1:]
-        self.resident.begin_load(load.brings[self.name], load.number)
+        self.resident.load[load.brings[self.name]] = load.number
         return row
 
     def fail_load(self, load: Load) -> None:
