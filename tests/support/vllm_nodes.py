@@ -50,17 +50,18 @@ def write_model(python: Path, folder: Path) -> Path:
 
 class Node:
     """A server that runs some `steps` of `vllm_server` and ends. `python`: the Python of its environment. `disk`: the
-    settings of its tier. All nodes have the same prompts."""
+    settings of its tier. `connector` in `more`: a connector of hicache in place of vLLM's, whose tier records no bytes.
+    All nodes have the same prompts."""
 
     def __init__(self, python: Path, model: Path, disk: dict[str, Any], steps: list[str], **more: Any) -> None:
-        tier = {"type": "RecordingTier", "module_path": "vllm_server", "prefill_tokens_per_s": 0, "budget": "256MB"}
-        extra = {
+        settings = {"prefill_tokens_per_s": 0, "budget": "256MB", **disk}
+        tiers = {
             "spec_name": "CPUTieringSpec",
             "spec_module_path": "hicache.bench.servers.vllm_worker",
-            "cpu_bytes_to_use": 64 << 20,
-            "secondary_tiers": [{**tier, **disk}],
-            **more.pop("extra", {}),
+            "secondary_tiers": [{"type": "RecordingTier", "module_path": "vllm_server", **settings}],
         }
+        tiers = {"disk": settings} if "connector" in more else tiers
+        extra = {"cpu_bytes_to_use": 64 << 20, **tiers, **more.pop("extra", {})}
         llm = {"block_size": CHUNK_TOKENS, "prefix_caching_hash_algo": "sha256", **more.pop("llm", {})}
         task = {"model": str(model), "extra": extra, "steps": steps, "llm": llm, "prompt_tokens": PROMPT_TOKENS, **more}
         variables = {
@@ -110,8 +111,7 @@ class Result:
         assert all(output == outputs[0] for output in outputs), "a cache changed the output"
         self.outputs = outputs[0]
         self.metrics: dict[str, float] = printed["metrics"]
-        self.stored: dict[str, list[str]] = printed["stored"][0]
-        self.given: dict[str, list[str]] = printed["given"][0]
+        self.stored, self.given = (printed[name][0] if printed[name] else {} for name in ("stored", "given"))
         self.log = log
 
 
