@@ -496,8 +496,7 @@ class TierPages(Columns):
 
     def _end_flight(self, rows: Rows) -> None:
         """Reset the columns of pages that did not arrive. The pool pages of these pages stay allocated."""
-        self.order.end_keeps(rows)
-        self.order.locks[rows] -= 1
+        self.order.end_transfer(rows)
         self.state[rows] &= ABOVE
         self.pool_page[rows] = self.second_pool_page[rows] = self.source[rows] = 0
         self.expected_uses[rows] = 1.0

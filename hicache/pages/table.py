@@ -53,6 +53,9 @@ class Columns:
             if name not in self.unclean:
                 self._to_clear.append((column, empty))
 
+    def linked(self, rows: Rows) -> None:
+        """Record that `PageTable.link` has linked the rows to their previous rows."""
+
     def clear(self, rows: Index) -> None:
         """Reset the columns of free rows."""
         for column, empty in self._to_clear:
@@ -203,6 +206,8 @@ class PageTable(Columns):
         if len(unknown):
             self.previous[rows[unknown]] = before[unknown]
             self.refs[before[unknown]] += 1  # each row occurs once
+            for part in self._parts:
+                part.linked(rows[unknown])
 
     def link_new(self, rows: Rows, previous: int = NO_ROW) -> None:
         """Link rows as `link` does, if the rows are new: without links and references."""
