@@ -177,7 +177,7 @@ class EvictionOrder(Columns):
             self._end_hints(rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         locks = self.locks[at]
-        free = rows[locks == 0] if locks.any() else rows
+        free = rows[locks == 0] if np.count_nonzero(locks) else rows
         self.policy.forget(self.at, free, self.num_evictable)
         self._count_after(free, -1)
         self.num_evictable -= len(free)
@@ -215,25 +215,28 @@ class EvictionOrder(Columns):
         """Record that a request used the pages `rows`, consecutive pages of a prompt, which the tier has. Sessions of
         these pages that had ended are open again, and hints of their next turn end."""
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
-        if self.has_ended[at].any():
+        if np.count_nonzero(self.has_ended[at]):
             self.go_on(rows)
         if self.num_kept:
             self._end_hints(rows)
         self.at.note_use(at, len(rows))
         locks = self.locks[at]
-        self.policy.use(self.at, rows[locks == 0] if locks.any() else rows)
-        self.rank_again(rows)
+        free = rows[locks == 0] if np.count_nonzero(locks) else rows
+        if len(free):  # the other pages are counted and ranked when they are unlocked
+            self.policy.use(self.at, free)
+            self.rank_again(free)
         if self._ranks is not None and len(again := rows[self.class_[at] == _FIRST_OUT]):
             self.set_first_out(again)
 
     def follow(self, rows: Rows) -> None:
         """Record that the tier gets new pages that follow the pages `rows` in prompts."""
         self.is_followed[rows] = True
+        self.is_followed[NO_ROW] = False
 
     def go_on(self, rows: Rows) -> None:
         """Record that a request has begun to use the pages `rows`. Sessions of these pages that had ended are open
         again."""
-        if self.has_ended[rows].any():
+        if np.count_nonzero(self.has_ended[rows]):
             self.has_ended[rows] = False
             self._set_class(rows)
 
@@ -334,18 +337,28 @@ class EvictionOrder(Columns):
         if self._late:
             self._merge_late()
         while self._next < len(self._batch.rows) or self._choose_batch(num_rows):
-            at = slice(self._next, self._next + num_rows)
-            rows = self._batch.rows[at]
-            is_evictable = self._is_evictable(rows)
-            is_evictable &= (self.class_[rows] == self._batch.classes[at]) & (self.key[rows] == self._batch.keys[at])
-            is_evictable &= ~self.is_followed[rows]
+            rows, is_next = self._next_in_batch(num_rows)
             self._next += len(rows)
-            if not is_evictable.all():
-                rows = rows[self._without_followed(rows, is_evictable)]
+            if np.count_nonzero(is_next) < len(rows):
+                rows = rows[self._without_followed(rows, is_next)]
             if len(rows):
                 self._taken = rows
                 return rows
+            rows, is_next = self._next_in_batch(len(self._batch.rows))  # skip pages that moved, `num_rows` at a time
+            num_moved = int(is_next.argmax()) if np.count_nonzero(is_next) else len(rows)
+            num_moved -= num_moved % num_rows
+            self._without_followed(rows[:num_moved], is_next[:num_moved])
+            self._next += num_moved
         return NO_ROWS
+
+    def _next_in_batch(self, num_rows: int) -> tuple[Rows, Mask]:
+        """Return the next `num_rows` pages of the batch, and which of these pages may be evicted and have not moved
+        since the batch was chosen."""
+        at = slice(self._next, self._next + num_rows)
+        rows = self._batch.rows[at]
+        is_next = self._is_evictable(rows) & ~self.is_followed[rows]
+        is_next &= (self.class_[rows] == self._batch.classes[at]) & (self.key[rows] == self._batch.keys[at])
+        return rows, is_next
 
     def _without_followed(self, rows: Rows, is_evictable: Mask) -> Mask:
         """Return which pages of the batch may be evicted, because all pages after them may be evicted."""
@@ -353,7 +366,7 @@ class EvictionOrder(Columns):
             blocked = rows[~is_evictable]
             before = self._before(blocked[self.is_held[blocked]])
             before = before[before >= 0]
-            if self.is_followed[before].all():
+            if np.count_nonzero(self.is_followed[before]) == len(before):
                 return is_evictable
             self.is_followed[before] = True
             is_evictable = is_evictable & ~self.is_followed[rows]
@@ -421,15 +434,12 @@ class EvictionOrder(Columns):
         ranks = self.policy.ranks(self.at, rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         column = self.key if self._ranks is None else self._ranks.rank
-        has_batch = self._end_place[0] != _NO_CLASS
-        if has_batch:
-            before = self._before(rows[ranks > column[at]])
-            self.is_followed[before[before >= 0]] = True
+        if self._end_place[0] != _NO_CLASS and np.count_nonzero(has_risen := ranks > column[at]):
+            self.follow(self._before(rows[has_risen]))
         column[at] = ranks
         if self._ranks is not None:
             self.key[at] = np.where(self.class_[at] == _FIRST_OUT, self.key[at], ranks)
-        if has_batch:
-            self._moved(rows)
+        self._moved(rows)
 
     def _before(self, rows: Rows) -> Rows:
         """Return for each page the previous page of its prompt, which may be evicted only later; `NO_ROW` if there is

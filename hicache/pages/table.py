@@ -227,6 +227,8 @@ class PageTable(Columns):
         that are in `seen` are left out."""
         new = rows[seen.age[rows] != self.age[rows]]
         is_path = bool((self.previous[new[1:]] == new[:-1]).all())  # then only the first row has other rows before it
+        if not is_path:  # a walk from a row covers the next row of `new` if this row is the previous page
+            new = new[np.concatenate(((True,), self.previous[new[:-1]] != new[1:]))]
         num_walked = min(1, len(new)) if is_path else len(new)
         found, previous_of, age_of, seen_of = list[int](), self.previous.item, self.age.item, seen.age.item
         for last in new[:num_walked].tolist():

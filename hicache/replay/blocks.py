@@ -28,8 +28,11 @@ class BlockTable(PageTable):
         self.index[blocks] = np.arange(len(blocks))
         self.link(blocks)
 
-    def forget(self, rows: Rows) -> None:
+    def hold(self, rows: Rows) -> None:
         """Do nothing, because the row of a block never changes."""
+
+    def drop(self, rows: Rows) -> None:
+        """Do nothing, see `hold`."""
 
     def violations(self) -> list[str]:
         """Return no violation: this table has no free rows and no keys to check."""
