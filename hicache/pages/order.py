@@ -19,7 +19,7 @@ follow it waits for the next batch.
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ Classes = npt.NDArray[np.int8]
 
 _FIRST_OUT, _ENDED, _PLAIN, _KEPT, _EXPECTED, _NO_CLASS = range(6)
 _LEAST_BATCH, _BATCH_SHARE = 64, 16
+_SAMPLE = 16  # one of this number of pages is in a sample of ranks
 _SMALL = 512  # up to this number of evictable pages, each call chooses a new batch
 KEPT_SHARE = 0.9  # share of a tier for pages with a deadline; the rest is for prompts without a hint
 _PATIENCE = 4.0  # factor on the announced time, so that a next turn that is a little late still hits
@@ -77,6 +78,19 @@ class _Batch(NamedTuple):
 
 
 _NO_BATCH = _Batch(NO_ROWS, np.empty(0, np.int8), np.empty(0), np.empty(0, np.int8), np.empty(0))
+
+
+def _with_following(values: npt.NDArray[Any], up: Rows) -> npt.NDArray[Any]:
+    """Return for each page the maximum of the values of the page and of all pages after it. `up`: the index of the
+    previous page of each page; `NO_ROW` if there is no such page. Overwrites `values`."""
+    while True:  # each round doubles the number of following pages; a round without a change is the last
+        is_below = up >= 0
+        above, below = up[is_below], values[is_below]
+        is_higher = below > values[above]
+        if not np.count_nonzero(is_higher):
+            return values
+        np.maximum.at(values, above[is_higher], below[is_higher])
+        up = np.where(is_below, up[up], NO_ROW)
 
 
 class _Hint(NamedTuple):
@@ -187,6 +201,8 @@ class EvictionOrder(Columns):
 
     def lock(self, rows: Rows) -> None:
         """Protect the pages `rows` from eviction until `unlock`. Each row occurs once."""
+        if not len(rows):
+            return
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         locks = self.locks[at]
         is_free = locks == 0
@@ -199,6 +215,8 @@ class EvictionOrder(Columns):
 
     def unlock(self, rows: Rows) -> None:
         """Release one lock of each page in `rows`. This does not count as a use."""
+        if not len(rows):
+            return
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         locks = self.locks[at]
         assert np.count_nonzero(locks) == len(locks), "unlocked more often than locked"
@@ -214,6 +232,8 @@ class EvictionOrder(Columns):
     def use(self, rows: Rows) -> None:
         """Record that a request used the pages `rows`, consecutive pages of a prompt, which the tier has. Sessions of
         these pages that had ended are open again, and hints of their next turn end."""
+        if not len(rows):
+            return
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         if np.count_nonzero(self.has_ended[at]):
             self.go_on(rows)
@@ -236,6 +256,8 @@ class EvictionOrder(Columns):
     def go_on(self, rows: Rows) -> None:
         """Record that a request has begun to use the pages `rows`. Sessions of these pages that had ended are open
         again."""
+        if not len(rows):
+            return
         if np.count_nonzero(self.has_ended[rows]):
             self.has_ended[rows] = False
             self._set_class(rows)
@@ -274,8 +296,9 @@ class EvictionOrder(Columns):
 
     def expect_uses(self, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
         """Announce `num_uses` uses of pages that the tier has. Only the policy `auto` counts announced uses."""
-        self.policy.expect_uses(self.at, rows, num_uses)
-        self.rank_again(rows)
+        if self.policy.counts_announced:
+            self.policy.expect_uses(self.at, rows, num_uses)
+            self.rank_again(rows)
 
     def raise_priority(self, rows: Rows, priority: int) -> None:
         """Raise the priority of the pages `rows` to `priority`, the priority of a request that uses them."""
@@ -332,7 +355,7 @@ class EvictionOrder(Columns):
             self._rank_all()
         if self.num_evictable <= _SMALL:
             self._end_batch()
-        self._moved(self._taken)
+        self._moved(self._taken[self.is_held[self._taken]])
         self._taken = NO_ROWS
         if self._late:
             self._merge_late()
@@ -344,6 +367,8 @@ class EvictionOrder(Columns):
             if len(rows):
                 self._taken = rows
                 return rows
+            if self._next == len(self._batch.rows):
+                continue
             rows, is_next = self._next_in_batch(len(self._batch.rows))  # skip pages that moved, `num_rows` at a time
             num_moved = int(is_next.argmax()) if np.count_nonzero(is_next) else len(rows)
             num_moved -= num_moved % num_rows
@@ -362,14 +387,14 @@ class EvictionOrder(Columns):
 
     def _without_followed(self, rows: Rows, is_evictable: Mask) -> Mask:
         """Return which pages of the batch may be evicted, because all pages after them may be evicted."""
-        while True:
-            blocked = rows[~is_evictable]
-            before = self._before(blocked[self.is_held[blocked]])
-            before = before[before >= 0]
-            if np.count_nonzero(self.is_followed[before]) == len(before):
-                return is_evictable
-            self.is_followed[before] = True
-            is_evictable = is_evictable & ~self.is_followed[rows]
+        is_held = self.is_held[rows]
+        before = self._before(rows[is_held & ~is_evictable])
+        if not np.count_nonzero((before >= 0) & ~self.is_followed[before]):
+            return is_evictable
+        up = np.where(is_held, self._up(rows), NO_ROW)
+        is_blocked = _with_following((~is_evictable).view(np.int8), up) > 0
+        self.follow(self._before(rows[is_blocked & is_held]))
+        return ~is_blocked
 
     def leaving(self) -> Rows:
         """Return all evictable pages in the present order of eviction."""
@@ -415,7 +440,7 @@ class EvictionOrder(Columns):
     def _count_after(self, rows: Rows, change: int) -> None:
         """Count pages that have become held or locked (1), or neither (-1), for the pages before them."""
         if self._is_linked and len(rows):
-            np.add.at(self.num_after, self.table.previous[rows], change)
+            np.add.at(self.num_after, self.table.previous[rows], np.int32(change))  # several times as fast as an int
             self.num_after[NO_ROW] = 0
 
     def linked(self, rows: Rows) -> None:
@@ -486,7 +511,7 @@ class EvictionOrder(Columns):
 
     def _moved(self, rows: Rows) -> None:
         """Record pages that may have moved to a position before the end of the batch."""
-        if self._end_place[0] != _NO_CLASS and len(late := rows[self._is_in_batch(rows)]):
+        if len(rows) and self._end_place[0] != _NO_CLASS and len(late := rows[self._is_in_batch(rows)]):
             self._late.append(late)
 
     def _is_in_batch(self, rows: Rows) -> Mask:
@@ -525,10 +550,10 @@ class EvictionOrder(Columns):
             return False
         most = num_sorted = max(_LEAST_BATCH, num_rows, len(rows) // _BATCH_SHARE)
         classes = self.class_[rows]
-        is_first = classes == classes.min()
-        if np.count_nonzero(is_first) < min(most, len(rows)) and self._leads_its_followers(rows):
-            rows = rows[is_first]
-        batch = self._in_order(self._lowest(rows, num_sorted), most)
+        first = rows[classes == classes.min()]
+        if len(first) < min(most, len(rows)) and self._leads_its_followers(rows):
+            rows = first
+        batch = self._in_order(self._lowest(rows if len(first) < most else first, num_sorted), most)
         while len(batch.rows) < most and num_sorted < len(rows):
             num_sorted *= 4
             batch = self._in_order(self._lowest(rows, num_sorted), most)
@@ -555,6 +580,10 @@ class EvictionOrder(Columns):
         last_class = np.partition(classes, num_rows - 1)[num_rows - 1]
         first, rows = rows[classes < last_class], rows[classes == last_class]
         keys, num_left = self.key[rows], num_rows - len(first)
+        if 4 * num_left < len(rows):  # a bound for about twice the pages, from a sample, leaves few pages to partition
+            bound = np.partition(keys[::_SAMPLE], 2 * num_left // _SAMPLE)[2 * num_left // _SAMPLE]
+            if np.count_nonzero(is_low := keys <= bound) >= num_left:
+                rows, keys = rows[is_low], keys[is_low]
         return np.concatenate((first, rows[keys <= np.partition(keys, num_left - 1)[num_left - 1]]))
 
     def _in_order(self, rows: Rows, most: int | None = None) -> _Batch:
@@ -566,22 +595,24 @@ class EvictionOrder(Columns):
         rows = rows[np.lexsort((-self.table.age[rows], -self.table.index[rows], self.key[rows], self.class_[rows]))]
         classes, keys = self.class_[rows], self.key[rows]
         is_linked = (classes != _FIRST_OUT) & self._is_linked
-        number, before = np.arange(len(rows)), self._before(rows)
-        self.position[rows] = number
-        up = np.minimum(self.position[before], len(rows) - 1)
-        is_below = (rows[up] == before) & is_linked[up]
+        number, up = np.arange(len(rows)), self._up(rows)
+        is_below = (up >= 0) & is_linked[up]
         is_blocked = (self.num_after[rows] > np.bincount(up[is_below], minlength=len(rows))) & is_linked
-        last = np.where(is_blocked, len(rows), number)  # the last position among the page and the pages after it
         if not np.count_nonzero(is_blocked | (is_below & (number > up))):
             return _Batch(rows[:most], classes[:most], keys[:most], classes[:most], keys[:most])
-        up = np.where(is_below, up, NO_ROW)
-        while np.count_nonzero(is_below := up >= 0):  # each round doubles the number of following pages
-            np.maximum.at(last, up[is_below], last[is_below])
-            up = np.where(is_below, up[up], NO_ROW)
+        # The last position among the page and the pages after it.
+        last = _with_following(np.where(is_blocked, len(rows), number), np.where(is_below, up, NO_ROW))
         at = np.lexsort((-self.table.index[rows], last))
         at = at[last[at] < len(rows)][:most]
         last = last[at]
         return _Batch(rows[at], classes[at], keys[at], classes[last], keys[last])
+
+    def _up(self, rows: Rows) -> Rows:
+        """Return for each page the index in `rows` of the previous page of its prompt; `NO_ROW` if `rows` lacks it."""
+        self.position[rows] = np.arange(len(rows))
+        before = self._before(rows)
+        up = np.minimum(self.position[before], len(rows) - 1)
+        return np.where(rows[up] == before, up, NO_ROW)
 
     def _end_batch(self) -> None:
         self._batch, self._next, self._end_place = _NO_BATCH, 0, (_NO_CLASS, 0.0)

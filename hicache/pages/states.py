@@ -65,7 +65,7 @@ class Pool(Protocol):
 
     def available(self) -> int: ...
 
-    def alloc(self, num_pages: int) -> Sequence[int] | None: ...
+    def alloc(self, num_pages: int) -> Sequence[int] | Rows | None: ...
 
     def free(self, pages: Sequence[int]) -> None: ...
 
@@ -189,6 +189,8 @@ class TierPages(Columns):
         other references. The page before each row in its prompt is not evicted for this transfer, unless the device has
         that page.
         """
+        if not len(rows):
+            return rows
         states, num_free, taken = self.state[rows], self.pool.available(), rows[:0]
         assert not np.count_nonzero(states & (IN_FLIGHT | HELD)), "the page has a pool page already"
         before = self.table.previous[rows]
@@ -468,7 +470,7 @@ class TierPages(Columns):
 
     # Inside
 
-    def _alloc(self, num_pages: int) -> Sequence[int]:
+    def _alloc(self, num_pages: int) -> Sequence[int] | Rows:
         pool_pages = self.pool.alloc(num_pages)
         assert pool_pages is not None, "made available before"
         self.num_in_flight += num_pages

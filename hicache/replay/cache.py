@@ -78,7 +78,7 @@ class CacheSimulation:
             pool = BlockPool(settings.host_blocks)
             self.host = TierPages(pool, settings.host_order, self.table, is_exclusive=self._is_exclusive)
         self._writes: WriteScheduler | None = None
-        self._uses = PageUses()
+        self._uses = PageUses() if settings.disk_write_budget else None  # without a budget, all pages are written
         if self.disk is not None and self.host is not None:
             self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._trace_time_s)
             self._source = WriteSource(self.host, 1, max(1, int(ROUND_SHARE * self.host.pool.num_pages)))
@@ -257,7 +257,8 @@ class CacheSimulation:
                 tier.keep_until(used, until_s, limit)
         if self.disk is not None and self._writes is not None:
             self.disk.touch(blocks[:shared])
-            self._uses.use(self.table.name[blocks[:shared]])
+            if self._uses is not None:
+                self._uses.use(self.table.name[blocks[:shared]])
             self._writes.used(self._source, shared)
             self._write(self.disk, self._writes)
 
@@ -289,7 +290,8 @@ class CacheSimulation:
         eviction."""
         if self.host is not None and not self._backs_up_at_eviction:
             order, absent = self.device.order, rows[len(rows) - _first_gap(~self.host.has(rows)[::-1]) :]
-            self._backup(self.host, absent, order.policy.uses_of(order.at, absent))
+            if len(absent):
+                self._backup(self.host, absent, order.policy.uses_of(order.at, absent))
 
     def _backup(self, host: TierPages, rows: Rows, uses: Ranks) -> None:
         """Back up rows to the host while it has free pages. `uses`: expected uses of each row, from the device."""
