@@ -104,16 +104,19 @@ class _ShadowLru:
             self._held = OrderedDict.fromkeys(name for name in self._held if not name % every)
         sampled: Mask = names % np.uint64(self._every) == 0
         held, most = self._held, max(1, capacity // self._every)
-        for name in names[sampled][::-1].tolist():
+        uses = names[sampled][::-1].tolist()
+        num_misses, use_again, forget = 0, held.move_to_end, held.popitem
+        for name in uses:
             if name in held:
-                held.move_to_end(name)
-                self.num_hits += 1
+                use_again(name)
             else:
                 held[name] = None
+                num_misses += 1
                 if len(held) > most:
-                    held.popitem(last=False)
+                    forget(False)
+        self.num_hits += len(uses) - num_misses
         while len(held) > most:
-            held.popitem(last=False)
+            forget(False)
         return sampled
 
 
@@ -123,6 +126,7 @@ class FadingFrequency(RankPolicy):
 
     reads_names = True
     reads_created = False
+    counts_announced = True
 
     def __init__(self) -> None:
         self.half_life = _UNKNOWN_HALF_LIFE
@@ -143,11 +147,12 @@ class FadingFrequency(RankPolicy):
         """Restore the remembered uses of pages that return to the tier, and count the uses of pages that were only
         locked."""
         is_new = at.uses[rows] == 0
-        new = rows[is_new]
-        if len(new) < len(rows):
-            self.use(at, rows[~is_new])
-        if not len(new):
+        num_new = np.count_nonzero(is_new)
+        if num_new < len(rows):
+            self.use(at, rows[~is_new] if num_new else rows)
+        if not num_new:
             return
+        new = rows[is_new] if num_new < len(rows) else rows
         now = self._see(at, new)
         at.counted[new] = at.table.hits[new]
         if self._evicted.is_empty:
@@ -156,7 +161,7 @@ class FadingFrequency(RankPolicy):
         since = self._seen - _REMEMBERED * max(self.half_life, self._capacity)
         known, uses, used_at = self._evicted.take(at.table.name[new], since)
         at.uses[new], at.used_at[new] = np.where(known, uses, 1.0), np.where(known, used_at, now)
-        if known.any():
+        if np.count_nonzero(known):
             self._count(at, new[known], now[known])
 
     def use(self, at: Uses, rows: Rows) -> None:

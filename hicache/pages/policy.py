@@ -68,6 +68,7 @@ class RankPolicy(ABC):
     generation = 0
     reads_names = False  # whether the policy identifies pages by `PageTable.name`
     reads_created = True  # whether the policy ranks pages by `Uses.created`
+    counts_announced = False  # whether the policy counts the uses that `expect_uses` announces
 
     @abstractmethod
     def ranks(self, at: Uses, rows: Rows) -> Ranks:

@@ -65,7 +65,7 @@ class Pool(Protocol):
 
     def available(self) -> int: ...
 
-    def alloc(self, num_pages: int) -> Sequence[int] | None: ...
+    def alloc(self, num_pages: int) -> Sequence[int] | Rows | None: ...
 
     def free(self, pages: Sequence[int]) -> None: ...
 
@@ -189,8 +189,10 @@ class TierPages(Columns):
         other references. The page before each row in its prompt is not evicted for this transfer, unless the device has
         that page.
         """
+        if not len(rows):
+            return rows
         states, num_free, taken = self.state[rows], self.pool.available(), rows[:0]
-        assert not (states & (IN_FLIGHT | HELD)).any(), "the page has a pool page already"
+        assert not np.count_nonzero(states & (IN_FLIGHT | HELD)), "the page has a pool page already"
         before = self.table.previous[rows]
         before = before[self.state[before] & (HELD | ABOVE) == HELD]
         self.table.hold(rows)  # keeps the rows if an eviction below removes their last reference
@@ -216,7 +218,7 @@ class TierPages(Columns):
         finally:
             has_reference = states != 0  # the state ABOVE has a reference already
             has_reference[len(taken) :] = True  # rows that get no state
-            if has_reference.any():
+            if np.count_nonzero(has_reference):
                 self.table.drop(rows[has_reference])
         return taken
 
@@ -228,25 +230,26 @@ class TierPages(Columns):
         self.second_pool_page[taken] = self._alloc(len(taken))
         return taken
 
-    def complete(self, rows: Rows, ok: Mask | None = None) -> Rows:
+    def complete(self, rows: Rows, ok: Mask | None = None, *, keeps_locks: bool = False) -> Rows:
         """End the transfer of the pages `rows`, and release its locks. `ok`: which pages arrived, by default all. Pages
-        that did not arrive are abandoned. Returns the rows of the pages that arrived."""
+        that did not arrive are abandoned. `keeps_locks`: the caller releases the locks of the pages that arrived.
+        Returns the rows of the pages that arrived."""
         came = rows if ok is None else rows[ok]
         if ok is not None and len(came) < len(rows):
             self.abandon(rows[~ok])
         if not len(came):
             return came
         states = self.state[came]
-        assert (states & IN_FLIGHT).all(), "no transfer of the page is in flight"
+        assert np.count_nonzero(states & IN_FLIGHT) == len(came), "no transfer of the page is in flight"
         raw = came[states & RAW != 0]
         self.num_in_flight -= len(came) + len(raw)
         self.num_held += len(came)
         self.num_raw += len(raw)
         self.state[came] = states & ~np.uint8(IN_FLIGHT) | HELD
-        self.order.enter(came, is_transferred=True)
+        self.order.enter(came, is_transferred=not keeps_locks)
         if len(raw):
             self.num_raw_evictable += self._num_raw_unlocked(raw)
-        if (self.expected_uses[came] != 1.0).any():
+        if np.count_nonzero(self.expected_uses[came] != 1.0):
             self._apply_expected_uses(came)
         if self.is_exclusive and (above := came[self.has(came, ABOVE)]).size:
             self.num_first_out += len(above)
@@ -389,14 +392,14 @@ class TierPages(Columns):
 
     def begin_write(self, rows: Rows, store_bit: int) -> None:
         """Begin to write the held pages `rows` to a store, and lock these pages until `written`."""
-        assert (self.state[rows] & HELD).all()
-        assert not (self.writing[rows] & store_bit).any()
+        assert np.count_nonzero(self.state[rows] & HELD) == len(rows)
+        assert not np.count_nonzero(self.writing[rows] & store_bit)
         self.writing[rows] |= store_bit
         self.lock(rows)
 
     def written(self, rows: Rows, ok: Mask, store_bit: int) -> None:
         """Record the answer of a store to a write, and release the locks. `ok`: which pages the store has stored."""
-        assert (self.writing[rows] & store_bit).all(), "no write of the page is in flight"
+        assert np.count_nonzero(self.writing[rows] & store_bit) == len(rows), "no write of the page is in flight"
         self.writing[rows] &= ~np.uint8(store_bit)
         self.stored[rows[ok]] |= store_bit
         self.unlock(rows)
@@ -467,7 +470,7 @@ class TierPages(Columns):
 
     # Inside
 
-    def _alloc(self, num_pages: int) -> Sequence[int]:
+    def _alloc(self, num_pages: int) -> Sequence[int] | Rows:
         pool_pages = self.pool.alloc(num_pages)
         assert pool_pages is not None, "made available before"
         self.num_in_flight += num_pages
@@ -481,7 +484,8 @@ class TierPages(Columns):
         return self.pool.available()
 
     def _drop(self, rows: Rows) -> list[int]:
-        assert self.has(rows).all() and not self.order.locks[rows].any(), "the page is locked, or the tier lacks it"
+        is_free = self.has(rows) & (self.order.locks[rows] == 0)
+        assert np.count_nonzero(is_free) == len(rows), "the page is locked, or the tier lacks it"
         pool_pages = self.pool_pages(rows)
         num_raw = int(np.count_nonzero(self.second_pool_page[rows]))
         self.num_held -= len(rows)
@@ -496,8 +500,7 @@ class TierPages(Columns):
 
     def _end_flight(self, rows: Rows) -> None:
         """Reset the columns of pages that did not arrive. The pool pages of these pages stay allocated."""
-        self.order.end_keeps(rows)
-        self.order.locks[rows] -= 1
+        self.order.end_transfer(rows)
         self.state[rows] &= ABOVE
         self.pool_page[rows] = self.second_pool_page[rows] = self.source[rows] = 0
         self.expected_uses[rows] = 1.0

@@ -53,6 +53,9 @@ class Columns:
             if name not in self.unclean:
                 self._to_clear.append((column, empty))
 
+    def linked(self, rows: Rows) -> None:
+        """Record that `PageTable.link` has linked the rows to their previous rows."""
+
     def clear(self, rows: Index) -> None:
         """Reset the columns of free rows."""
         for column, empty in self._to_clear:
@@ -203,6 +206,8 @@ class PageTable(Columns):
         if len(unknown):
             self.previous[rows[unknown]] = before[unknown]
             self.refs[before[unknown]] += 1  # each row occurs once
+            for part in self._parts:
+                part.linked(rows[unknown])
 
     def link_new(self, rows: Rows, previous: int = NO_ROW) -> None:
         """Link rows as `link` does, if the rows are new: without links and references."""
@@ -222,28 +227,27 @@ class PageTable(Columns):
         that are in `seen` are left out."""
         new = rows[seen.age[rows] != self.age[rows]]
         is_path = bool((self.previous[new[1:]] == new[:-1]).all())  # then only the first row has other rows before it
+        if not is_path:  # a walk from a row covers the next row of `new` if this row is the previous page
+            new = new[np.concatenate(((True,), self.previous[new[:-1]] != new[1:]))]
         num_walked = min(1, len(new)) if is_path else len(new)
-        found, previous_of, age_of, seen_of = list[int](), self.previous.item, self.age.item, seen.age.item
+        found, previous_of, age_of, seen_of = list[Rows](), self.previous.item, self.age.item, seen.age.item
         for last in new[:num_walked].tolist():
-            start, row = len(found), last
+            path, row = list[Rows](), last
             while row >= 0 and age_of(row) != seen_of(row):
-                before = previous_of(row)
-                if before == row - 1 >= 0:  # a run of rows in which each row follows the row with the previous number
+                first = row
+                if previous_of(row) == row - 1 >= 0:  # a run of rows, each after the row with the previous number
                     first = max(0, row - _RUN_ROWS)
                     has_end = self.previous[first + 1 : row + 1] != self.numbers[first:row]
                     has_end |= seen.age[first:row] == self.age[first:row]
                     ends = has_end.nonzero()[0]
                     first += int(ends[-1]) + 1 if len(ends) else 0
-                    found.extend(range(row, first, -1))
-                    seen.age[first : row + 1] = self.age[first : row + 1]
-                    row, before = first, previous_of(first)
-                found.append(row)
-                seen.age[row] = self.age[row]
-                row = before
-            found[start:] = found[start:][::-1]
+                path.append(self.numbers[first : row + 1])
+                seen.age[first : row + 1] = self.age[first : row + 1]
+                row = previous_of(first)
+            found += path[::-1]
         rest = new[num_walked:]
         seen.age[rest] = self.age[rest]
-        return np.concatenate((np.array(found, np.int64), rest))
+        return np.concatenate((*found, rest))
 
     def hold(self, rows: Rows) -> None:
         """Keep `rows` until `drop`, even if all tiers lose the pages of these rows."""

@@ -23,13 +23,17 @@ class BlockTable(PageTable):
         prompt, in order."""
         if len(blocks) and (most := int(blocks.max())) >= self._num_rows:
             self._grow_to(max(most + 1, 2 * self._num_rows))
-        new = blocks[self.age[blocks] == 0]
+        num_known = np.count_nonzero(self.age[blocks])  # the first blocks of a prompt are known first
+        new = blocks[num_known:]
         self.age[new], self.name[new] = new + 1, new
-        self.index[blocks] = np.arange(len(blocks))
-        self.link(blocks)
+        self.index[new] = np.arange(num_known, len(blocks))
+        self.link(blocks[max(0, num_known - 1) :])
 
-    def forget(self, rows: Rows) -> None:
+    def hold(self, rows: Rows) -> None:
         """Do nothing, because the row of a block never changes."""
+
+    def drop(self, rows: Rows) -> None:
+        """Do nothing, see `hold`."""
 
     def violations(self) -> list[str]:
         """Return no violation: this table has no free rows and no keys to check."""
@@ -48,10 +52,10 @@ class BlockPool:
     def available(self) -> int:
         return self.num_pages - self._used
 
-    def alloc(self, num_pages: int) -> Sequence[int]:
+    def alloc(self, num_pages: int) -> Rows:
         self._used += num_pages
         self._next_id += num_pages
-        return range(self._next_id - num_pages, self._next_id)
+        return np.arange(self._next_id - num_pages, self._next_id)
 
     def free(self, pages: Sequence[int]) -> None:
         self._used -= len(pages)

@@ -9,8 +9,8 @@ served one after the other, and every copy completes immediately. A request has 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class CacheSimulation:
         self._is_exclusive = settings.write_policy == "exclusive"
         self.table = BlockTable()
         self._touched = Seen()
-        self._evicted = list[tuple[Rows, Ranks]]()
+        self._evicted = list[tuple[Rows, Ranks, Mask]]()
         self.table.add_columns(self._touched)
         self.device = TierPages(
             BlockPool(settings.device_blocks), settings.policy, self.table, on_evict=self._record_eviction
@@ -78,7 +78,7 @@ class CacheSimulation:
             pool = BlockPool(settings.host_blocks)
             self.host = TierPages(pool, settings.host_order, self.table, is_exclusive=self._is_exclusive)
         self._writes: WriteScheduler | None = None
-        self._uses = PageUses()
+        self._uses = PageUses() if settings.disk_write_budget else None  # without a budget, all pages are written
         if self.disk is not None and self.host is not None:
             self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._trace_time_s)
             self._source = WriteSource(self.host, 1, max(1, int(ROUND_SHARE * self.host.pool.num_pages)))
@@ -94,11 +94,9 @@ class CacheSimulation:
     def _record_eviction(self, rows: Rows) -> None:
         """Record rows that the device is about to evict, so that `_backup_evicted` can back them up. `rows`: in the
         order of eviction."""
-        order, host = self.device.order, self.host
-        if host is not None and self._backs_up_at_eviction:
-            evicted = rows[~host.has(rows) & ~order.has_ended[rows]]
-            self._evicted.append((evicted, order.policy.uses_of(order.at, evicted)))
-            host.left_above(rows)
+        order = self.device.order
+        if self.host is not None and self._backs_up_at_eviction:
+            self._evicted.append((rows, order.policy.uses_of(order.at, rows), order.has_ended[rows]))
 
     @property
     def copies(self) -> Copies:
@@ -199,8 +197,7 @@ class CacheSimulation:
     def _enter(self, rows: Rows, hits: Counts | int) -> None:
         taken = self.device.reserve(rows, COPY, hits=hits)
         assert len(taken) == len(rows), "the caller has evicted enough pages"
-        self.device.lock(taken)
-        self.device.complete(taken)
+        self.device.complete(taken, keeps_locks=True)
 
     def _load_in_steps(self, host: TierPages, blocks: Tokens, done: int, end: int) -> int:
         """Load blocks [done, end) in steps. Blocks that the device evicts are backed up to the host pages of blocks
@@ -208,29 +205,29 @@ class CacheSimulation:
 
         The host pages of the last two steps stay locked. On a large host all steps run together, because the simulated
         copies complete immediately."""
-        step, pending_steps = step_pages(host.pool.num_pages), deque[Rows]()
+        step, pending_steps = step_pages(host.pool.num_pages), list[Rows]()
         while done < end:
-            if len(pending_steps) > 1:
-                self._complete(host, pending_steps.popleft())
+            pending_steps = self._complete(host, pending_steps, 1)
             last = host.step_end(done, end, end - done, self.device.pool.available())
             stop = last if host.pool.num_pages <= _LARGE_HOST else end
             self.device.ensure_free(stop - done)
-            while done < stop:
-                self._load(blocks[done:last])
-                pending_steps.append(blocks[done:last])
-                done, last = last, min(stop, last + step)
-            while len(pending_steps) > 2:
-                self._complete(host, pending_steps.popleft())
+            self._load(blocks[done:stop])
+            pending_steps += [blocks[first:after] for first, after in pairwise((done, *range(last, stop, step), stop))]
+            pending_steps, done = self._complete(host, pending_steps, 2), stop
             self._backup_evicted()
-        for rows in pending_steps:
-            self._complete(host, rows)
+        self._complete(host, pending_steps, 0)
         return end
 
     @staticmethod
-    def _complete(host: TierPages, rows: Rows) -> None:
-        """Unlock the host pages of blocks that a step has loaded."""
-        host.unlock(rows)
-        host.came_above(rows)
+    def _complete(host: TierPages, steps: list[Rows], num_pending: int) -> list[Rows]:
+        """Unlock the host pages of blocks that all steps except the last `num_pending` have loaded. Returns the last
+        steps."""
+        num_ended = max(0, len(steps) - num_pending)
+        if num_ended:
+            rows = np.concatenate(steps[:num_ended][::-1])  # the host evicts the blocks of the last step first
+            host.unlock(rows)
+            host.came_above(rows)
+        return steps[num_ended:]
 
     def _commit(self, blocks: Tokens, start: int) -> int:
         """Add the computed blocks, from `start` on, to the device until the device is full, and lock them. Returns the
@@ -260,7 +257,8 @@ class CacheSimulation:
                 tier.keep_until(used, until_s, limit)
         if self.disk is not None and self._writes is not None:
             self.disk.touch(blocks[:shared])
-            self._uses.use(self.table.name[blocks[:shared]])
+            if self._uses is not None:
+                self._uses.use(self.table.name[blocks[:shared]])
             self._writes.used(self._source, shared)
             self._write(self.disk, self._writes)
 
@@ -273,8 +271,9 @@ class CacheSimulation:
                 self._budget.spend(disk.num_written - num_before, len(rows))
                 source.pages.written(rows, np.ones(len(rows), np.bool_), DISK.bit)
                 writes.answered(len(rows))
-                disk.touch(self.table.with_paths(rows[::-1], self._touched))
-                self._touched.age[:] = 0
+                paths = self.table.with_paths(rows[::-1], self._touched)
+                self._touched.age[paths] = 0
+                disk.touch(paths)
 
     def _end_session(self, used: Rows) -> int:
         """Make the unshared end of a session's last prompt the first victim of eviction. Returns the number of blocks
@@ -291,7 +290,8 @@ class CacheSimulation:
         eviction."""
         if self.host is not None and not self._backs_up_at_eviction:
             order, absent = self.device.order, rows[len(rows) - _first_gap(~self.host.has(rows)[::-1]) :]
-            self._backup(self.host, absent, order.policy.uses_of(order.at, absent))
+            if len(absent):
+                self._backup(self.host, absent, order.policy.uses_of(order.at, absent))
 
     def _backup(self, host: TierPages, rows: Rows, uses: Ranks) -> None:
         """Back up rows to the host while it has free pages. `uses`: expected uses of each row, from the device."""
@@ -313,8 +313,11 @@ class CacheSimulation:
         """Back up the evicted blocks together, the last evicted one first, until the host is full."""
         evicted, self._evicted = self._evicted, []
         if evicted and self.host is not None:
-            rows, uses = (np.concatenate(column)[::-1] for column in zip(*evicted, strict=True))
-            self._backup(self.host, rows, uses)
+            rows, uses, has_ended = (np.concatenate(column)[::-1] for column in zip(*evicted, strict=True))
+            self.host.left_above(rows)
+            is_backed_up = ~(self.host.has(rows) | has_ended)
+            if np.count_nonzero(is_backed_up):
+                self._backup(self.host, rows[is_backed_up], uses[is_backed_up])
 
 
 def _first_gap(has: Mask) -> int:

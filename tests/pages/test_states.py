@@ -274,15 +274,32 @@ def test_pages_that_queued_requests_need_leave_last_and_are_not_discarded() -> N
     assert {*tier} == {b"b1"}
 
 
-def test_a_page_stays_whose_follower_was_put_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large tier has chosen a batch of victims. Then one of its pages gets another rank and a lock. The page before
-    it is not evicted."""
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_a_page_stays_whose_follower_was_locked(has_moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tier has chosen a batch of victims. Then one of its pages gets a lock, with or without another rank. The
+    page before it is not evicted."""
     monkeypatch.setattr(hicache.pages.order, "_SMALL", 0)
     tier = _tier_with("lru", [b"z"], [b"a0", b"a1"], [b"b"])
     tier.drop(tier.order.take(1))
     assert {*tier} == {b"a0", b"a1", b"b"}
     last = tier.held([b"a1"])
-    tier.end_session(last)
+    if has_moved:
+        tier.end_session(last)
+    tier.lock(last)
+    tier.evict_all()
+    assert {*tier} == {b"a0", b"a1"}
+    tier.unlock(last)
+    tier.evict_all()
+    tier.check()
+    assert not len(tier)
+
+
+def test_a_page_stays_whose_follower_came_first() -> None:
+    """A tier has a page before the table knows the previous page. The previous page is not evicted while the page is
+    locked."""
+    tier = _tier_with("lru", [b"a1"])
+    last = tier.held([b"a1"])
+    tier.complete(tier.reserve(tier.table.add([b"a0", b"a1"])[:1], COPY))
     tier.lock(last)
     tier.evict_all()
     assert {*tier} == {b"a0", b"a1"}
