@@ -181,9 +181,11 @@ class EvictionOrder(Columns):
             self.locks[at] = locks - 1
         else:
             is_free = locks == 0
-            self._count_after(rows[is_free], 1)
         if num_free := np.count_nonzero(is_free):
-            self._enter(rows[is_free] if num_free < len(rows) else rows)
+            free = rows[is_free] if num_free < len(rows) else rows
+            if not is_transferred:  # a page with a lock is counted already
+                self._count_after(free, 1)
+            self._enter(free)
 
     def leave(self, rows: Rows) -> None:
         """Record that the tier has lost the pages `rows`. The locks of a page whose transfer failed stay."""
@@ -459,12 +461,14 @@ class EvictionOrder(Columns):
         ranks = self.policy.ranks(self.at, rows)
         at = self.table.span(rows) if len(rows) >= self.table.many else rows
         column = self.key if self._ranks is None else self._ranks.rank
-        if self._end_place[0] != _NO_CLASS and np.count_nonzero(has_risen := ranks > column[at]):
+        has_batch = self._end_place[0] != _NO_CLASS
+        if has_batch and np.count_nonzero(has_risen := ranks > column[at]):
             self.follow(self._before(rows[has_risen]))
         column[at] = ranks
         if self._ranks is not None:
             self.key[at] = np.where(self.class_[at] == _FIRST_OUT, self.key[at], ranks)
-        self._moved(rows)
+        if has_batch:
+            self._moved(rows)
 
     def _before(self, rows: Rows) -> Rows:
         """Return for each page the previous page of its prompt, which may be evicted only later; `NO_ROW` if there is

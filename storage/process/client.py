@@ -292,7 +292,8 @@ class StoreClient:
     def _takes_hints(self) -> bool:
         """Return whether the store is open and few bytes are unsent. Otherwise the client drops frames that only
         improve the eviction order."""
-        return self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES
+        connection = self._connection if self.state is State.OPEN else None
+        return connection is not None and len(connection.unsent) < _MAX_UNSENT_BYTES
 
     def join(self) -> socket.socket:
         """Connect a second client to the store process of this client. Returns the second client's end of the
