@@ -24,7 +24,7 @@ _SIDES = {
     "over_lmcache": "with LMCache",
     "over_fs": "with vLLM's `fs` tier",
     "over_files": "with SGLang's files",
-    "gate": "with the faster of hicache that always loads and hicache that never loads",
+    "gate": "if hicache always loads, or never, whichever is faster",
     "servers.sglang.sessions.disk.c8": "with SGLang's own files",
 }
 
