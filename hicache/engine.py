@@ -786,7 +786,7 @@ def valid_request(request: CacheRequest) -> CacheRequest:
     return dataclasses.replace(
         request,
         request_id=valid_request_id(request.request_id),
-        tokens=owned(tokens) if len(tokens) >= SHARED_TOKENS else tokens,  # lease and prompt share long tokens
+        tokens=owned(tokens) if len(tokens) >= SHARED_TOKENS else tokens,  # the lease and the prompt share one copy
         namespace=valid_namespace(request.namespace),
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
         priority=valid_count("priority", request.priority, _MAX_RANK),

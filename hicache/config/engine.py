@@ -35,7 +35,7 @@ from hicache.console import path_flag
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
-    # imported only for type checking: importing torch takes a second, which the command line does not always need
+    # for type checking only: importing torch takes a second, and some commands do not use torch
     import torch
 
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]

@@ -109,8 +109,8 @@ class LazyLayers:
 
 
 class LazyColumn(Sequence[torch.Tensor]):
-    """The buffer number `kind` of every layer of a `LazyLayers`. Indexing a layer allocates all buffers of this
-    layer."""
+    """For each layer of a `LazyLayers`, its buffer at the index `kind`, such as the keys. Indexing a layer allocates
+    all buffers of this layer."""
 
     def __init__(self, layers: LazyLayers, kind: int) -> None:
         self._layers = layers

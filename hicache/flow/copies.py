@@ -525,7 +525,7 @@ class Copies(Movement):
                         continue  # evicted with an earlier part
                     context.tree.table.hold(part)
                     victims.append(part)
-                    only = None if name == FULL else name  # the full pages stay on the device
+                    only = None if name == FULL else name  # evicting another component keeps the full pages
                     lacking = self.unsaved(part, only) if self._backs_up_evicted else []
                     left = context.evict(part, name)
                     unsaved += lacking

@@ -1111,7 +1111,7 @@ class Prefetcher(Movement):
             lambda: self._max_pages,
         )
 
-    # Calls of the engine
+    # Called by the engine
 
     def start(
         self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode, *, overlaps: bool = False

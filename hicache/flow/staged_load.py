@@ -199,7 +199,7 @@ class StagedLoad(Movement):
         return True
 
     def is_busy(self) -> bool:
-        """Return False: `Copies` owns the copies of the steps."""
+        """Return False, because `Copies` reports the copies of the steps as busy."""
         return False
 
     def device_locks(self, component: Component) -> Iterable[Rows]:

@@ -177,8 +177,8 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def total_size(self) -> int | tuple[int, int]:
-        """Return the number of tokens in the tree. A cache with window slots or states returns a pair with their
-        number."""
+        """Return the number of tokens in the tree. A cache with window slots or states returns a pair: the number of
+        tokens, and the number of window slots or states."""
 
     def all_values_flatten(self) -> torch.Tensor:
         """Return all slots in the tree, int64 `[tokens]`, unordered."""

@@ -211,7 +211,7 @@ class SharedStatus:
 
     @property
     def backup(self) -> tuple[float, ...]:
-        """The `BACKUP_NUMBERS`."""
+        """The counters of copies to the remote store, in the order of `BACKUP_NUMBERS`."""
         first = _INDEX[f"backup_{BACKUP_NUMBERS[0]}"]
         return tuple(self._numbers[first : first + len(BACKUP_NUMBERS)].tolist())
 
