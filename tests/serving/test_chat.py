@@ -170,11 +170,13 @@ def test_an_interrupt_is_raised_whatever_the_client_library_does() -> None:
                 raise RuntimeError("a schema cannot be built") from error
             return ""
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             _answer(Replacing(openai.OpenAI(api_key="none"), "", 8), "Which?", new_console(io.StringIO()))
     finally:
         ended.set()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_server_of_its_own_keeps_pages_on_disk(tmp_path: Path) -> None:
