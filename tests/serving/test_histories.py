@@ -35,10 +35,11 @@ def test_random_histories() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_requests(kind: str) -> None:
     """A thousand requests of each kind of model, in histories of 60 requests. Half of the histories have a disk. How
-    fast the disk reads decides whether computing overlaps with reading, so this may occur in no history."""
+    fast the disk works decides whether computing overlaps with reading, and whether a write meets a fault of the disk,
+    so these may occur in no history."""
     counts: Counter[str] = Counter()
     for seed in range(100, 117):
         counts += run(kind, seed, 60)
     _assert_everything_happened(counts)
-    for what in ("disk", "backup.failures", "persist.failed_pages"):
+    for what in ("disk", "backup.failures"):
         assert counts[what] > 0, f"no {what} in {dict(counts)}"
