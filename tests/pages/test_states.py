@@ -274,6 +274,17 @@ def test_pages_that_queued_requests_need_leave_last_and_are_not_discarded() -> N
     assert {*tier} == {b"b1"}
 
 
+def _assert_prefix_stays(tier: TierPages, last: Rows) -> None:
+    """Assert that the page before `last` is evicted only after `last` was unlocked."""
+    tier.lock(last)
+    tier.evict_all()
+    assert {*tier} == {b"a0", b"a1"}
+    tier.unlock(last)
+    tier.evict_all()
+    tier.check()
+    assert not len(tier)
+
+
 @pytest.mark.parametrize("has_moved", [False, True])
 def test_a_page_stays_whose_follower_was_locked(has_moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large tier has chosen a batch of victims. Then one of its pages gets a lock, with or without another rank. The
@@ -285,13 +296,7 @@ def test_a_page_stays_whose_follower_was_locked(has_moved: bool, monkeypatch: py
     last = tier.held([b"a1"])
     if has_moved:
         tier.end_session(last)
-    tier.lock(last)
-    tier.evict_all()
-    assert {*tier} == {b"a0", b"a1"}
-    tier.unlock(last)
-    tier.evict_all()
-    tier.check()
-    assert not len(tier)
+    _assert_prefix_stays(tier, last)
 
 
 def test_a_page_stays_whose_follower_came_first() -> None:
@@ -300,13 +305,7 @@ def test_a_page_stays_whose_follower_came_first() -> None:
     tier = _tier_with("lru", [b"a1"])
     last = tier.held([b"a1"])
     tier.complete(tier.reserve(tier.table.add([b"a0", b"a1"])[:1], COPY))
-    tier.lock(last)
-    tier.evict_all()
-    assert {*tier} == {b"a0", b"a1"}
-    tier.unlock(last)
-    tier.evict_all()
-    tier.check()
-    assert not len(tier)
+    _assert_prefix_stays(tier, last)
 
 
 def test_a_victim_that_was_not_evicted_is_a_victim_again(monkeypatch: pytest.MonkeyPatch) -> None:
