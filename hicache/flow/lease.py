@@ -121,7 +121,7 @@ class Prefetch:
         self.found_tokens = self.read_tokens = 0
         self.waits = mode != "best_effort"
         self.ended = False
-        self.on_change: Callable[[Prefetch], None] = _ignore
+        self.on_change: Callable[[Prefetch], None] | None = None
 
     @property
     def ready(self) -> bool:
@@ -131,11 +131,13 @@ class Prefetch:
 
     def stop_waiting(self, *, is_preemptible: bool = False) -> None:
         self.waits, self.is_preemptible = False, is_preemptible
-        self.on_change(self)
+        if self.on_change is not None:
+            self.on_change(self)
 
     def end(self) -> None:
         self.ended, self.waits = True, False
-        self.on_change(self)
+        if self.on_change is not None:
+            self.on_change(self)
 
 
 class Lease:
@@ -251,10 +253,6 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self.on_exit(self)
-
-
-def _ignore(prefetch: Prefetch) -> None:
-    """The default callback, for callers that poll the handle."""
 
 
 def _no_owner(lease: Lease) -> None:

@@ -411,7 +411,10 @@ class TierPages(Columns):
         if not sources.any():
             return Counter()
         self.source[rows] = 0
-        return Counter({store: int(np.count_nonzero(sources == store.bit)) for store in stores})
+        num_pages = Counter[Store]()
+        for store in stores:
+            num_pages[store] = int(np.count_nonzero(sources == store.bit))
+        return num_pages
 
     def mark_stored(self, rows: Rows, store_bit: int | npt.NDArray[np.uint8]) -> None:
         """Record that the pages `rows` need not be written to a store, because the store has them, or because they are

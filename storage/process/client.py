@@ -124,7 +124,7 @@ class ClientQueue(Generic[J, D]):
         when no thread uses the pages of the job.
         """
         client = self._client
-        if self.in_flight or not (client.reads.in_flight or client.writes.in_flight):  # else the other queue polls
+        if self.in_flight or (self is client.reads and not client.writes.in_flight):  # else the other queue polls
             client.poll()
         found, self._done = self._done, []
         return found
