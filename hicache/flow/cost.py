@@ -228,28 +228,37 @@ class LoadEstimate(NamedTuple):
 
     `num_delayed`: other requests that run or wait for the GPU, which computing these tokens would delay. A load delays
     no request on the GPU. So a load of 2 s is chosen if computing takes 1 s and delays two other requests: 2 <= 1 x 3.
+    `queued_s`: seconds in which the GPU would compute all other prompts that wait for the GPU or for a store. A load
+    that ends within this time and the time of computing is chosen, because the GPU has other work until then.
     """
 
     load_s: float | None
     compute_s: float | None
     num_delayed: int = 0
+    queued_s: float = 0.0
+
+    @property
+    def delay_s(self) -> float:
+        """The time of computing, multiplied by this request and the requests that it delays; infinite if the time is
+        unknown."""
+        return math.inf if self.compute_s is None else self.compute_s * (1 + self.num_delayed)
 
     @property
     def limit_s(self) -> float:
-        """The longest worthwhile load: the time of computing, multiplied by this request and the requests that it
-        delays; infinite if the time is unknown."""
-        return math.inf if self.compute_s is None else self.compute_s * (1 + self.num_delayed)
+        """The longest worthwhile load; infinite if the time of computing is unknown."""
+        return math.inf if self.compute_s is None else max(self.delay_s, self.queued_s + self.compute_s)
 
     def is_worth_loading(self, no_progress_s: float = 0.0, tolerance: float = 1.0) -> bool:
         """Return whether to load, or to continue a wait. True while one of the two times is unknown.
 
-        `no_progress_s`: seconds without an arriving page, at most the limit. `tolerance`: the factor by which the rest
+        `no_progress_s`: seconds without an arriving page, at most `delay_s`. `tolerance`: the factor by which the rest
         of a wait in progress may exceed the limit.
         """
         if self.compute_s is None:
             return True
-        limit_s = self.compute_s * (1 + self.num_delayed)
-        return (self.load_s is None or self.load_s <= tolerance * limit_s) and no_progress_s <= limit_s
+        delay_s = self.compute_s * (1 + self.num_delayed)
+        limit_s = max(delay_s, self.queued_s + self.compute_s)
+        return (self.load_s is None or self.load_s <= tolerance * limit_s) and no_progress_s <= delay_s
 
 
 @dataclass(frozen=True)
@@ -286,9 +295,11 @@ class LoadPolicy:
             for decision, what in _DECISIONS.items()
         )
 
-    def compare(self, load_s: float | None, start: int, end: int, num_delayed: int) -> LoadEstimate:
+    def compare(
+        self, load_s: float | None, start: int, end: int, num_delayed: int, queued_s: float = 0.0
+    ) -> LoadEstimate:
         """Compare a load of `load_s` seconds with computing positions [start, end)."""
-        return LoadEstimate(load_s, self.cost.prefill_s(start, end), num_delayed)
+        return LoadEstimate(load_s, self.cost.prefill_s(start, end), num_delayed, queued_s)
 
     def compare_wait(self, wait_s: float | None, start: int, end: int, num_delayed: int) -> LoadEstimate:
         """Compare a wait of `wait_s` seconds with computing positions [start, end). The wait is bounded even if no
@@ -297,7 +308,7 @@ class LoadPolicy:
 
     def choose(self, estimate: LoadEstimate) -> bool:
         """Return whether to load. Counts the choice, and logs the first load that is declined."""
-        load_s, compute_s, num_delayed = estimate
+        load_s, compute_s, num_delayed, _ = estimate
         is_worth_loading = estimate.is_worth_loading()
         if load_s is None or compute_s is None:
             self.unmeasured.value += 1

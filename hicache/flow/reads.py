@@ -1776,7 +1776,7 @@ class Prefetcher(Movement):
             if others and not estimate.is_worth_loading(no_progress_s):
                 self._stop_waiting(request)
             elif others:
-                self._note_limit(request, estimate.limit_s)
+                self._note_limit(request, estimate.delay_s)
             return False
         if not num_delayed and self._can_overlap(request):
             compute_s = policy.cost.longest_wait_s(start, end)
@@ -1797,7 +1797,7 @@ class Prefetcher(Movement):
             (self._counters.skipped if is_first else self._counters.abandoned).value += 1
             self._stop_waiting(request)
             return True
-        self._note_limit(request, estimate.limit_s)
+        self._note_limit(request, estimate.delay_s)
         if request.stage is Stage.READING and not has_begun:
             request.num_delayed, request.chosen_s, request.estimate_s = num_delayed, now_s, wait_s
             self._counters.waited.value += 1

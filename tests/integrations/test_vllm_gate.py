@@ -36,11 +36,16 @@ class Case:
     def after(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    def add_candidate(self, num_tokens: int = PROMPT) -> tuple[str, Candidate]:
-        """Add a new request that asks for the complete prompt."""
+    def add_request(self, *chunk_ends: int) -> str:
+        """Add a new request. Without `chunk_ends`, vLLM has not reported the chunks of its prompt."""
         self._num_requests += 1
         request = str(self._num_requests)
-        self.gate.add_request(request)
+        self.gate.add_request(request, dict(enumerate(chunk_ends)))
+        return request
+
+    def add_candidate(self, num_tokens: int = PROMPT) -> tuple[str, Candidate]:
+        """Add a new request that asks for the complete prompt."""
+        request = self.add_request()
         return request, self.gate.add_candidate(request, 0, num_tokens)
 
     def decide(self, request: str, candidate: Candidate, queue: Queue = IDLE, **given: Any) -> bool | None:
@@ -116,6 +121,32 @@ def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None
     case.gate.loaded(at_disk)  # the request at the disk waits for the GPU now
     assert case.loads()
     assert case.counts() == (4, 3, 0, 0)
+
+
+def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
+    """A prompt is computed in 1 s and read in 2.5 s. While two other prompts of 1 s wait for the disk, the GPU has work
+    until the load ends, even if their loads fail, so the gate chooses the load. A prompt that the GPU has begun, or
+    whose chunks are unknown, does not count, and the tokens that the GPU has do not count either."""
+    case = Case(PROMPT)
+    case.read(0.5)
+    first, second = case.add_request(PROMPT // 2, PROMPT), case.add_request(PROMPT)
+    for request in (first, second):
+        candidate = case.gate.add_candidate(request, 0, PROMPT)
+        case.gate.step((), ())
+        assert case.decide(request, candidate)
+    case.after(61)  # the rate of the disk is forgotten
+    case.read(2.5)
+    assert (case.gate.num_delayed("other"), case.gate.queued_s("other"), case.gate.queued_s(first)) == (0, 2, 1)
+    assert case.loads()
+    case.gate.forget_candidate(second)
+    case.gate.add_candidate(second, PROMPT - CHUNK, PROMPT)
+    assert case.gate.queued_s(first) == CHUNK / PROMPT
+    assert not case.loads()
+    case.add_request()
+    case.gate.step([first], ())
+    assert case.gate.queued_s("other") == CHUNK / PROMPT
+    case.gate.forget(second)
+    assert case.gate.queued_s("other") == 0
 
 
 def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:

@@ -191,7 +191,14 @@ class LoadGate(ServerLoadPolicy):
         known_s = [load_s for load_s in loads_s if load_s is not None]
         load_s = max(known_s) if len(known_s) == len(loads_s) else None
         num_delayed = sum(not prompt.to_load for prompt in others)
-        return self.choose(self.compare(load_s, 0, num_pages * self._page_tokens, num_delayed))
+        queued_s = sum(self._prompt_s(prompt) for prompt in others)
+        return self.choose(self.compare(load_s, 0, num_pages * self._page_tokens, num_delayed, queued_s))
+
+    def _prompt_s(self, prompt: _Prompt) -> float:
+        """Return the seconds in which the GPU would compute the rest of a prompt, including pages that are loaded."""
+        start = 0 if prompt.to_load else prompt.start + prompt.num_done
+        end = prompt.start + len(prompt.to_compute) * self._page_tokens
+        return self.cost.prefill_s(start, max(start, end)) or 0.0
 
     def _waiting(self) -> Iterable[_Prompt]:
         return (prompt for prompt in self._prompts if not prompt.to_load)

@@ -126,6 +126,11 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         cpu_blocks = self._policy.cache_capacity * self.config.blocks_per_chunk
         self._watermark = min(_STEPS_AHEAD * self._step_blocks, pool.num_gpu_blocks // _SHARE, cpu_blocks // _SHARE)
 
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        # The load gate counts the tokens of all waiting prompts; vLLM itself sets the chunks at the first lookup.
+        self._req_status[request.request_id].update_offload_keys()
+
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         finished: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         self._note_chunks([request.request_id])

@@ -97,6 +97,7 @@ _SCHEDULES = Features(
         ),
         f"{_SCHEDULER}:RequestOffloadState": (
             *("group_states", "transfer_jobs", "finished_signaled", "max_offload_tokens", "advance_stored_idx"),
+            "update_offload_keys",
         ),
         f"{_SCHEDULER}:RequestGroupState": ("offload_keys", "num_hit_chunks"),
         "vllm.v1.core.block_pool:BlockPool": (

@@ -6,16 +6,17 @@ and server.
 
 A load does not use the GPU. The gate chooses a load if it takes no longer than the delay that computing would cause for
 all requests together: `W + l <= c (1 + n)`. W is the time for the pending loads in `Queue`, l the time of the load, c
-the time of computing, and n the result of `LoadGate.num_delayed`. If loading all chunks is too slow, the gate may still
-choose to load the first chunks. A declined chunk is a miss for vLLM, which computes it. This module imports nothing of
-vLLM.
+the time of computing, and n the result of `LoadGate.num_delayed`. The gate also chooses a load if the GPU has other
+work until the load ends: `W + l <= Q + c`. Q is the result of `LoadGate.queued_s`. If loading all chunks is too slow,
+the gate may still choose to load the first chunks. A declined chunk is a miss for vLLM, which computes it. This module
+imports nothing of vLLM.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -192,10 +193,10 @@ def _parts_of(spans: Sequence[tuple[int, int]], is_remote: Sequence[bool]) -> li
 def _saved_s(estimate: LoadEstimate) -> float:
     """Return the seconds that the load saves for all requests together; inf until the times of loading and computing
     are known."""
-    load_s, compute_s, num_delayed = estimate
+    load_s, compute_s, *_ = estimate
     if load_s is None or compute_s is None or compute_s == math.inf:
         return math.inf
-    return compute_s * (1 + num_delayed) - load_s
+    return estimate.limit_s - load_s
 
 
 class LoadGate(ServerLoadPolicy):
@@ -213,13 +214,18 @@ class LoadGate(ServerLoadPolicy):
         # rows.
         self._live = set[str]()
         self._at_disk = set[str]()
+        # Live requests that were never scheduled: the last token of each of their chunks, and the last of these tokens.
+        self._queued: dict[str, Mapping[Hashable, int]] = {}
+        self._ends: dict[str, int] = {}
         # Bytes of the loads that were accepted in this step. vLLM submits these loads at the end of the step.
         self._accepted_bytes = Counter[Store]()
         self.has_waiting = False  # a request waits for rows in this step, so later requests wait too
 
-    def add_request(self, request: str) -> None:
-        """Record a new request of vLLM."""
+    def add_request(self, request: str, chunk_ends: Mapping[Hashable, int]) -> None:
+        """Record a new request of vLLM. `chunk_ends`: for each chunk of its prompt, the number of tokens up to the
+        chunk's end. vLLM may fill the mapping later."""
         self._live.add(request)
+        self._queued[request] = chunk_ends
 
     def candidate(self, request: str) -> Candidate | None:
         """Return the candidate of the request; None if vLLM has not looked up chunks for the request yet."""
@@ -257,6 +263,20 @@ class LoadGate(ServerLoadPolicy):
         the GPU, without requests that wait for the disk."""
         return len(self._live - self._at_disk - {request})
 
+    def queued_s(self, request: str) -> float:
+        """Return the seconds in which the GPU would compute the prompts of all other requests that it has not begun,
+        also of requests that wait for the disk. Tokens that the GPU already has do not count once vLLM has looked up
+        the prompt. A prompt does not count until vLLM has reported its chunks."""
+        return sum(self._prompt_s(other) for other in self._queued if other != request)
+
+    def _prompt_s(self, request: str) -> float:
+        if request not in self._ends:
+            if not self._queued[request]:
+                return 0.0
+            self._ends[request] = max(self._queued[request].values())
+        candidate, end = self._candidates.get(request), self._ends[request]
+        return self.cost.prefill_s(min(candidate.start, end) if candidate else 0, end) or 0.0
+
     def wait(self, request: str, candidate: Candidate) -> None:
         """End the wait for the disk's answer if the wait has taken as long as computing would delay all requests
         together."""
@@ -278,9 +298,8 @@ class LoadGate(ServerLoadPolicy):
         by end. `is_remote`: for each chunk, whether it is read from the remote store; () if no chunk is."""
         candidate = self._candidates[request]
         candidate.num_delayed = num_delayed = self.num_delayed(request)
-        estimates = {
-            part: self._estimate(part, chunk_bytes, queued, num_delayed) for part in _parts_of(spans, is_remote)
-        }
+        others = (num_delayed, self.queued_s(request))
+        estimates = {part: self._estimate(part, chunk_bytes, queued, *others) for part in _parts_of(spans, is_remote)}
         part = max(estimates, key=lambda part: (_saved_s(estimates[part]), part.num_chunks))
         if rows.num < part.num_chunks and estimates[part].is_worth_loading():
             if rows.are_few(part.num_chunks) and self._may_wait(candidate, part, estimates[part]):
@@ -294,7 +313,7 @@ class LoadGate(ServerLoadPolicy):
                 candidate.loads = False
                 return
             part = _part_of(spans, rows.num, is_remote)
-            estimates[part] = self._estimate(part, chunk_bytes, queued, num_delayed)
+            estimates[part] = self._estimate(part, chunk_bytes, queued, *others)
         self._at_disk.discard(request)
         candidate.loads = self.choose(estimates[part])
         candidate.until = part.end if part.num_chunks < len(spans) else math.inf
@@ -336,6 +355,7 @@ class LoadGate(ServerLoadPolicy):
         self._timer.step()
         for request in scheduled:
             self._at_disk.discard(request)
+            self._begin(request)
             if request in self._candidates:
                 candidate = self._candidates[request]
                 self._timer.begin(request, candidate.start, candidate.end)
@@ -349,9 +369,17 @@ class LoadGate(ServerLoadPolicy):
         self._candidates.pop(request, None)
         self._live.discard(request)
         self._at_disk.discard(request)
+        self._begin(request)
         self._timer.forget(request)
 
-    def _estimate(self, part: _Part, chunk_bytes: int, queued: Queue, num_delayed: int) -> LoadEstimate:
+    def _begin(self, request: str) -> None:
+        """Record that the request does not wait for its first step."""
+        self._queued.pop(request, None)
+        self._ends.pop(request, None)
+
+    def _estimate(
+        self, part: _Part, chunk_bytes: int, queued: Queue, num_delayed: int, queued_s: float
+    ) -> LoadEstimate:
         """Estimate the time of loading a part. Both stores are read concurrently, so the slower store decides."""
         loads_s = list[float | None]()
         for store, num_chunks in ((DISK, part.num_chunks - part.num_remote), (REMOTE, part.num_remote)):
@@ -364,13 +392,13 @@ class LoadGate(ServerLoadPolicy):
                 loads_s.append(load_s)
         known_s = [load_s for load_s in loads_s if load_s is not None]
         slowest_s = max(known_s) if len(known_s) == len(loads_s) or math.inf in known_s else None
-        return self.compare(slowest_s, part.start, part.end, num_delayed)
+        return self.compare(slowest_s, part.start, part.end, num_delayed, queued_s)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
         """Return whether to wait for rows, or to continue a wait. The longest wait is the time that the load would
         save, as estimated at the first decision."""
         if candidate.waits_until_s == -math.inf:
-            load_s, compute_s, num_delayed = estimate
+            load_s, compute_s, num_delayed, _ = estimate
             if compute_s is None or compute_s == math.inf:
                 compute_s = (part.end - part.start) / _MIN_TOKENS_PER_S
             candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, num_delayed))

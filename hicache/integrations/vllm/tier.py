@@ -211,7 +211,7 @@ class HiCacheTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.get_state(EvictedChunks) is None:
             hints_of(req_context)  # warns of wrong hints when the request arrives
-            self.gate.add_request(req_context.req_id)
+            self.gate.add_request(req_context.req_id, req_context._offload_key_positions)
             self._contexts[req_context.req_id] = req_context
         return RequestOffloadingContext()
 
