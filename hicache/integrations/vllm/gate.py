@@ -398,10 +398,10 @@ class LoadGate(ServerLoadPolicy):
         """Return whether to wait for rows, or to continue a wait. The longest wait is the time that the load would
         save, as estimated at the first decision."""
         if candidate.waits_until_s == -math.inf:
-            load_s, compute_s, num_delayed, _ = estimate
+            load_s, compute_s, *others = estimate
             if compute_s is None or compute_s == math.inf:
                 compute_s = (part.end - part.start) / _MIN_TOKENS_PER_S
-            candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, num_delayed))
+            candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, *others))
         return self._clock() < candidate.waits_until_s
 
     def _is_stalled(self, progress_s: float, start: int, end: int, num_delayed: int, store: Store) -> bool:
