@@ -305,7 +305,16 @@ _LATENT = """{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepsee
         pytest.param(
             _WINDOWS, {"num_gpu_blocks_override": 180}, {"connector": "HiCacheConnector"}, id="windows, hicache"
         ),
-        pytest.param(_FP8, {"kv_cache_dtype": "fp8", "num_gpu_blocks_override": 90}, {}, id="fp8"),
+        pytest.param(
+            _FP8,
+            {"kv_cache_dtype": "fp8", "num_gpu_blocks_override": 90},
+            {},
+            marks=pytest.mark.skipif(
+                not (torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")),
+                reason="vLLM on CPUs has an fp8 KV cache only with AVX-512",
+            ),
+            id="fp8",
+        ),
         # Without a GPU vLLM caches no prefixes of latents.
         pytest.param(_LATENT, {"num_gpu_blocks_override": 180}, {}, marks=pytest.mark.gpu, id="latent"),
     ],
