@@ -138,6 +138,12 @@ def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
     case.read(2.5)
     assert (case.gate.num_delayed("other"), case.gate.queued_s("other"), case.gate.queued_s(first)) == (0, 2, 1)
     assert case.loads()
+    request, candidate = case.add_candidate()
+    case.gate.step((), ())
+    spans = [span for span in spans_of(PROMPT) if span[0] not in range(4 * CHUNK, 8 * CHUNK)]
+    case.gate.decide(request, spans, CHUNK_BYTES, IDLE)
+    assert candidate.loads and candidate.until == math.inf  # not only the chunks before the gap
+    case.gate.forget(request)
     case.gate.forget_candidate(second)
     case.gate.add_candidate(second, PROMPT - CHUNK, PROMPT)
     assert case.gate.queued_s(first) == CHUNK / PROMPT

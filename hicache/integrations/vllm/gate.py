@@ -192,11 +192,11 @@ def _parts_of(spans: Sequence[tuple[int, int]], is_remote: Sequence[bool]) -> li
 
 def _saved_s(estimate: LoadEstimate) -> float:
     """Return the seconds that the load saves for all requests together; inf until the times of loading and computing
-    are known."""
-    load_s, compute_s, *_ = estimate
+    are known. While the GPU has other prompts to compute, waiting for the load costs no time."""
+    load_s, compute_s, _, queued_s = estimate
     if load_s is None or compute_s is None or compute_s == math.inf:
         return math.inf
-    return estimate.limit_s - load_s
+    return estimate.delay_s - max(0.0, load_s - queued_s)
 
 
 class LoadGate(ServerLoadPolicy):
@@ -395,13 +395,12 @@ class LoadGate(ServerLoadPolicy):
         return self.compare(slowest_s, part.start, part.end, num_delayed, queued_s)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
-        """Return whether to wait for rows, or to continue a wait. The longest wait is the time that the load would
-        save, as estimated at the first decision."""
+        """Return whether to wait for rows, or to continue a wait. After the longest wait, the load would take too long,
+        as estimated at the first decision."""
         if candidate.waits_until_s == -math.inf:
-            load_s, compute_s, *others = estimate
-            if compute_s is None or compute_s == math.inf:
-                compute_s = (part.end - part.start) / _MIN_TOKENS_PER_S
-            candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, *others))
+            if estimate.compute_s is None or estimate.compute_s == math.inf:
+                estimate = estimate._replace(compute_s=(part.end - part.start) / _MIN_TOKENS_PER_S)
+            candidate.waits_until_s = self._clock() + estimate.limit_s - (estimate.load_s or 0.0)
         return self._clock() < candidate.waits_until_s
 
     def _is_stalled(self, progress_s: float, start: int, end: int, num_delayed: int, store: Store) -> bool:
