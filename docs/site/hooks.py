@@ -63,22 +63,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Insert the lists of pages, and redirect links to files outside of docs/ to their copies."""
+    """Insert the lists of pages, redirect links to files outside of docs/ to their copies, and let pictures with a dark
+    version follow the site's theme instead of the system's."""
     folder = os.path.dirname(page.file.src_uri)
 
     def moved(link: re.Match[str]) -> str:
         outside = _outside(folder, link[2])
         return link[0] if outside is None else link[1] + os.path.relpath(_place_of(outside), folder or ".")
 
+    image = r'<img alt="\2" src="%s" width="\4">'
+    markdown = _PICTURE.sub(image % r"\3#only-light" + image % r"\1#only-dark", markdown)
     return _LINK.sub(moved, _LIST.sub(lambda found: _LISTS[found[1]](), markdown))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keep a number and its unit, and the groups of a number, on one line. Code is not changed."""
+    """Keep a number and its unit, and the groups of a number, on one line. In tables, names that are links may break
+    after a dot or an underscore. Other code is not changed."""
+    html = _LINKED_NAME.sub(lambda found: found[1] + re.sub(r"(?<=[._])", "<wbr>", found[2]), html)
     parts = _TAG.split(html)
     return "".join(part if _TAG.fullmatch(part) else _GAP.sub("\N{NO-BREAK SPACE}", part) for part in parts)
 
 
+# A picture with a dark version: the dark file, the text, the light file and the width.
+_PICTURE = re.compile(
+    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)" width="(\d+)">\s*</picture>'
+)
+_LINKED_NAME = re.compile(r"(<td[^>]*>\s*<a [^>]*><code>)([^<]+)")
 _TAG = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
 _GAP = re.compile(r"(?<=\d)[ \n](?=(?:\d{3}|[kMG]B/s|[kKMGT]i?B|m?s|tokens/s|%)(?!\w))")
 

@@ -24,7 +24,7 @@ _SIDES = {
     "over_lmcache": "with LMCache",
     "over_fs": "with vLLM's `fs` tier",
     "over_files": "with SGLang's files",
-    "gate": "if hicache always loads, or never, whichever is faster",
+    "gate": "if hicache always loads",
     "servers.sglang.sessions.disk.c8": "with SGLang's own files",
 }
 
@@ -143,7 +143,7 @@ ROWS: tuple[tuple[Row, ...], ...] = (
     ),
     (
         Row(
-            f"{_ON_DISK}, GPU cache capped at 180 000 tokens, one run",
+            f"{_ON_DISK}, GPU cache capped at 180 000 tokens, one run, with an earlier load gate",
             "servers.vllm.agents.disk.over_fs",
             "servers-disk-96gib-nvidia-h200.json",
             "{value:.1f} s",

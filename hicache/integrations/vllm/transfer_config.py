@@ -12,7 +12,15 @@ from typing import Any
 
 from hicache.config.settings import Integer, as_flag
 from hicache.console import parse_bytes, sized
-from hicache.integrations.server_flags import STORE_PROCESS, add_disk_flags, disk_settings, note, size
+from hicache.host.memory import available_bytes, free_bytes
+from hicache.integrations.server_flags import (
+    STORE_PROCESS,
+    add_disk_flags,
+    disk_settings,
+    note,
+    note_small_disk,
+    size,
+)
 from hicache.integrations.vllm.offloading_settings import offloading_settings
 from hicache.integrations.vllm.region_files import shared_bytes
 
@@ -30,7 +38,10 @@ _CONNECTORS: dict[
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache vllm-config`."""
-    parser.add_argument("--cpu", required=True, type=size, metavar="SIZE", help="CPU memory of all workers, like 64GB")
+    parser.add_argument(
+        "--cpu", required=True, type=lambda text: text if text == "free" else size(text), metavar="SIZE",
+        help="CPU memory of all workers, like 64GB; free: seven eighths of the free memory",
+    )  # fmt: skip
     add_disk_flags(parser, "vLLM", is_required=False)
     parser.add_argument(
         "--chunk-blocks", type=as_flag(Integer("blocks", 1, 1 << 16)), metavar="NUMBER",
@@ -47,7 +58,8 @@ def run(flags: argparse.Namespace) -> int:
     """Print the JSON in one line. Returns 0. Raises `ConfigError` for settings that vLLM's start would refuse."""
     disk = disk_settings(flags)
     print(json.dumps(transfer_config(flags.cpu, disk, flags.chunk_blocks, flags.plugin)))
-    num_bytes, shared = parse_bytes(flags.cpu), shared_bytes()
+    free, shared = available_bytes(), shared_bytes()
+    num_bytes = free_bytes("--cpu", min(free, shared)) if flags.cpu == "free" else parse_bytes(flags.cpu)
     store_process = f", and {STORE_PROCESS}" if disk else ""
     note(f"memory: {sized(num_bytes)} in /dev/shm for the CPU tier{store_process}, in addition to vLLM's own")
     if flags.chunk_blocks is None:
@@ -56,6 +68,10 @@ def run(flags: argparse.Namespace) -> int:
             "reads and writes four times as many chunks as with --chunk-blocks 4; right for models with recurrent or "
             "sliding-window layers"
         )
+    if num_bytes > free:
+        note(f"this machine has {sized(free)} of free memory: choose a smaller --cpu if vLLM runs on this machine")
+    if disk:
+        note_small_disk(disk)
     if num_bytes > shared:
         needed = f"{-(-num_bytes // 2**30)}G"  # tmpfs knows no unit like GB
         note(
@@ -67,10 +83,10 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def transfer_config(
-    cpu: str, disk: dict[str, str] | None, chunk_blocks: int | None = None, plugin: str = "connector"
+    cpu: str, disk: dict[str, Any] | None, chunk_blocks: int | None = None, plugin: str = "connector"
 ) -> dict[str, Any]:
-    """Return vLLM's `--kv-transfer-config`. `cpu`: a size with its unit. `disk`: its settings; None: no disk. `plugin`:
-    "connector" or "spec". Raises `ConfigError` for wrong values."""
+    """Return vLLM's `--kv-transfer-config`. `cpu`: a size with its unit, or "free". `disk`: its settings; None: no
+    disk. `plugin`: "connector" or "spec". Raises `ConfigError` for wrong values."""
     connector, spec = _CONNECTORS[plugin]
     extra: dict[str, Any] = {**spec, "cpu_bytes_to_use": cpu}
     if chunk_blocks is not None:
