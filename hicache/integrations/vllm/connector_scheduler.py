@@ -133,7 +133,8 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         finished: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
-        self._note_chunks([request.request_id])
+        if request.num_computed_tokens:  # a request that never ran decides nothing about chunks of other requests
+            self._note_chunks([request.request_id])
         self._num_noted.pop(request.request_id, None)
         return finished
 

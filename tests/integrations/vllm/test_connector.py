@@ -314,6 +314,19 @@ def test_a_limit_of_one_request_does_not_apply_to_others(runs: Any, limited_firs
     assert run.engine.num_cached - before == 8 * BLOCK_TOKENS
 
 
+def test_the_limit_of_a_request_that_never_ran_does_not_apply(runs: Any) -> None:
+    run = runs("HiCacheConnector", 200, num_blocks=24)
+    prompt = tokens(8 * BLOCK_TOKENS + 1, seed=1)
+    run.ask(prompt)
+    run.engine.finish()
+    run.abort(run.ask(prompt, params={"max_offload_tokens": 0}))
+    serve_others(run, range(5, 8), 16 * BLOCK_TOKENS)
+    before = run.engine.num_cached
+    run.ask(prompt)
+    run.finish()
+    assert run.engine.num_cached - before == 8 * BLOCK_TOKENS
+
+
 def test_an_ended_session_is_not_stored_when_a_waiting_request_takes_its_blocks(runs: Any) -> None:
     """A request waits for the blocks of a session, and gets them in the step after the end of the session."""
     run = runs("HiCacheConnector", 200, num_blocks=24, max_num_batched_tokens=512)
