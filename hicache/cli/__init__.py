@@ -124,7 +124,7 @@ _COMMANDS = {
     ),
     "store": _Command(
         "hicache.store_command",
-        "maintain a store: stat, ls, verify, compact, evict, prune, serve",
+        "maintain a store: stat, ls, verify, compact, evict, prune, copy, rekey, serve",
         "Describe a store of pages, verify and repair it, shrink it, or serve it to several engines.",
     ),
     "replay": _Command(
@@ -159,7 +159,8 @@ _COMMANDS = {
         "Print the value of SGLang's flag --hicache-storage-backend-extra-config for a disk of hicache.",
         examples=(
             "hicache sglang-config --disk /nvme:500GB",
-            'sglang serve ... --hicache-storage-backend-extra-config "$(hicache sglang-config --disk /nvme:500GB)"',
+            "python -m sglang.launch_server ... --hicache-storage-backend-extra-config "
+            '"$(hicache sglang-config --disk /nvme:500GB)"',
         ),
     ),
     "config": _Command(

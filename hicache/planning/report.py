@@ -54,10 +54,10 @@ def _notes_of_host(plan: Mapping[str, Any]) -> list[str]:
     if "host" not in tokens:
         return []
     held = plan["memory"]["memory_tokens"]
-    copies = "" if policy == "exclusive" else ", of which the host copies what the device has,"
+    copies = "" if policy == "exclusive" else "the host has copies of what is on the device: "
     more = counted(held - tokens["device"])
     return [
-        f"under {policy}{copies} device and host hold {counted(held)} different tokens, {more} more than the device"
+        f"under {policy} {copies}together they hold {counted(held)} different tokens, {more} more than the device alone"
     ]
 
 

@@ -247,7 +247,7 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Sa
             output = _answer(scheduler, request, interrupt)
             engine.flush()  # real users' turns are seconds apart, so a turn is on disk before the next
             cached.append(output)
-            row = _row(f"{number}/{len(order)}  {request.request_id}", output)
+            row = _row(f"{_numbered(number, len(order))}  {request.request_id}", output)
             if number == _MEASURED_TURN:
                 seconds = (time.perf_counter() - begin_s) / output.prompt_tokens * workload.computed_tokens
                 row += f"  about {duration(seconds)} in all"
@@ -269,8 +269,13 @@ def _compared(
         request = workload.request(conversation, number)
         unshared = dataclasses.replace(request, namespace=f"turn {index}")
         turn = Turn(request.request_id, number, output, _answer(scheduler, unshared, interrupt))
-        say(f"{index + 1}/{len(cached)}  {turn.line()}")
+        say(f"{_numbered(index + 1, len(cached))}  {turn.line()}")
         yield turn
+
+
+def _numbered(number: int, of: int) -> str:
+    """Return `number/of`, as wide for each number."""
+    return f"{number:>{len(str(of))}}/{of}"
 
 
 def _scheduler(workload: _Workload, engine: CacheEngine) -> Scheduler:

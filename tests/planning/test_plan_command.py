@@ -118,7 +118,7 @@ def test_hits_that_a_host_adds(
     assert (plan["memory"]["write_policy"], plan["memory"]["memory_tokens"]) == (policy, held)
     settings = ReplaySettings(device // 512, below // 512, policy="auto", write_policy=policy)
     assert plan["hit_rates"][1]["hit_rate"] == replay(read_trace(trace), settings).hit_rate
-    added = f"hold {held:,} different tokens, {held - device:,} more than the device"
+    added = f"hold {held:,} different tokens, {held - device:,} more than the device alone"
     assert added in " ".join(output(capsys, "plan", "--model", model, *flags).split())
 
 

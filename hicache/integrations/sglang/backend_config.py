@@ -30,10 +30,10 @@ def run(flags: argparse.Namespace) -> int:
     """Print the JSON in one line. Returns 0. Raises `ConfigError` for settings that SGLang's start would refuse."""
     disk = disk_settings(flags) or {}
     print(json.dumps(backend_config(disk)))
-    note(
-        f"memory: for each rank {STORE_PROCESS} and 200 MB for pages on their way to it, in addition to SGLang's host "
-        "pools"
-    )
+    store = f"{STORE_PROCESS} and 200 MB for pages on their way to it"
+    if "budget" not in disk:  # the store process of a served directory runs elsewhere
+        store = "200 MB for pages on their way to the served store"
+    note(f"memory: for each rank {store}, in addition to SGLang's host pools")
     note_small_disk(disk)
     return 0
 

@@ -60,7 +60,7 @@ def run(flags: argparse.Namespace) -> int:
     print(json.dumps(transfer_config(flags.cpu, disk, flags.chunk_blocks, flags.plugin)))
     free, shared = available_bytes(), shared_bytes()
     num_bytes = free_bytes("--cpu", min(free, shared)) if flags.cpu == "free" else parse_bytes(flags.cpu)
-    store_process = f", and {STORE_PROCESS}" if disk else ""
+    store_process = f", and {STORE_PROCESS}" if disk and "budget" in disk else ""  # behind a socket it runs elsewhere
     note(f"memory: {sized(num_bytes)} in /dev/shm for the CPU tier{store_process}, in addition to vLLM's own")
     if flags.chunk_blocks is None:
         note(
