@@ -256,7 +256,7 @@ class LoadEstimate(NamedTuple):
         """
         if self.compute_s is None:
             return True
-        delay_s = self.compute_s * (1 + self.num_delayed)
+        delay_s = self.compute_s * (1 + self.num_delayed)  # without a call, because each poll compares many waits
         limit_s = max(delay_s, self.queued_s + self.compute_s)
         return (self.load_s is None or self.load_s <= tolerance * limit_s) and no_progress_s <= delay_s
 

@@ -57,7 +57,8 @@ def _notes_of_host(plan: Mapping[str, Any]) -> list[str]:
     copies = "" if policy == "exclusive" else "the host has copies of what is on the device: "
     more = counted(held - tokens["device"])
     return [
-        f"under {policy} {copies}together they hold {counted(held)} different tokens, {more} more than the device alone"
+        f"under {policy}, {copies}device and host together hold {counted(held)} different tokens, {more} more than the "
+        "device alone"
     ]
 
 

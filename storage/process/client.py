@@ -118,7 +118,8 @@ class ClientQueue(Generic[J, D]):
         return client.state is not State.OPEN or client.clock() < client.status.refuses_until_s(self.name)
 
     def poll(self) -> list[D | Stalled]:
-        """Return the outcomes that arrived since the last call, in the order of arrival. Never blocks.
+        """Return the outcomes that arrived since the last call, in the order of arrival. Never blocks. While no job is
+        in flight, only the queue of reads looks for messages of the process.
 
         A job whose thread or process does not answer in time has two outcomes: first `Stalled`, and later the answer,
         when no thread uses the pages of the job.

@@ -69,7 +69,7 @@ def test_notes_say_the_memory_and_what_small_chunks_cost(capsys: pytest.CaptureF
 
     (memory,) = notes("--chunk-blocks", "1")
     assert "1.0 MiB" in memory and "/dev/shm" in memory and "store process" not in memory
-    memory, chunks = notes("--disk", "/nvme:1GB")
+    memory, chunks = notes("--disk", "/nvme:2MB")
     assert "store process" in memory and "four times as many chunks" in chunks
 
 
