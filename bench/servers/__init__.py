@@ -37,6 +37,7 @@ NAME = "servers"
 DESCRIPTION = "a real server (vLLM, SGLang): no offloading, its own CPU and disk tiers, and ours"
 
 _SERVERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
+_WRITE_POLICIES = ("write_back", "write_through")
 _START_S = 300.0
 _SPARE_TOKENS = 256  # tokens that a request may have in addition to its prompt and answer
 _PAGE_TOKENS = 64
@@ -90,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, help="requests of the workload conversation (default: 120)")
     add("--longest", type=int, help="maximum tokens of a prompt (default: 64000, conversation: 60000)")
     add("--answer-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
+    add("--write-policy", choices=_WRITE_POLICIES, default=_WRITE_POLICIES[0], help="of SGLang (default: write_back)")
     add("--blocks-per-chunk", type=int, default=4, help="GPU blocks in a chunk of the CPU tier (default: 4)")
     add("--model", default="", help="name or folder (default: random weights, 8B geometry)")
     add("--layers", type=int, help="layers of the model of random weights (default: 32; SGLang: 8)")
@@ -158,6 +160,7 @@ class _Served:
             variant += [] if clients == usual.clients else [f"c{clients}"]
             variant += [] if gpu_tokens == usual_tokens else [f"gpu{gpu_tokens}"]
             variant += ["tmpfs"] if files == "tmpfs" else []
+            variant += [] if self.args.write_policy == _WRITE_POLICIES[0] else [self.args.write_policy]
             about = (workload.name, workload.label, clients)
             for cpu_gib in [0.0] if mode == "none" else sizes:
                 setting = Setting(self.args.server, mode, *about, cpu_gib, gpu_tokens, files, ".".join(variant))

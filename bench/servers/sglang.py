@@ -4,8 +4,8 @@
     files    HiCache with SGLang's own file backend
     hicache  HiCache with hicache's backend; hicache-always and hicache-never load all found pages, or none
 
-HiCache uses write-back: it stores a page when the device evicts this page. All modes have equal CPU memory, because
-SGLang does not accept less CPU memory than its cache on the device.
+By default HiCache uses write-back: it stores a page when the device evicts this page. All modes have equal CPU memory,
+because SGLang does not accept less CPU memory than its cache on the device. Decode steps are CUDA graphs.
 
 `python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON. Only this program imports
 SGLang, whose schedulers run in other processes.
@@ -52,7 +52,7 @@ def task(
     settings = _engine_settings(setting, args, max_tokens, files)
     pages = files / "pages"
     pages.mkdir(exist_ok=True)
-    settings |= _hierarchy(setting, pages, disk_settings(setting.mode, args.small, pages))
+    settings |= _hierarchy(setting, args.write_policy, pages, disk_settings(setting.mode, args.small, pages))
     return {
         "engine": settings,
         "random_weights": not args.model,
@@ -81,13 +81,14 @@ def _engine_settings(setting: Setting, args: argparse.Namespace, max_tokens: int
         "attention_backend": "triton" if on_cuda else "torch_native",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
-        "disable_cuda_graph": True,
         "random_seed": 0,
         "log_level": "info",
+        "disable_prefill_cuda_graph": True,
+        **({"cuda_graph_max_bs_decode": setting.clients} if on_cuda else {"disable_decode_cuda_graph": True}),
     }
 
 
-def _hierarchy(setting: Setting, files: Path, disk: dict[str, Any]) -> dict[str, Any]:
+def _hierarchy(setting: Setting, write_policy: str, files: Path, disk: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of HiCache; empty for the mode `none`. `disk`: settings of hicache's backend."""
     if setting.mode == "none":
         return {}
@@ -95,7 +96,7 @@ def _hierarchy(setting: Setting, files: Path, disk: dict[str, Any]) -> dict[str,
         "enable_hierarchical_cache": True,
         "hicache_size": max(1, math.ceil(setting.cpu_gib * (1 << 30) / 1e9)),  # in units of 1e9 bytes
         "hicache_mem_layout": "page_first",
-        "hicache_write_policy": "write_back",
+        "hicache_write_policy": write_policy,
         "hicache_storage_prefetch_policy": "wait_complete",  # waits for prefetches without a time limit
     }
     if setting.mode == "files":
