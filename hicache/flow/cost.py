@@ -228,8 +228,9 @@ class LoadEstimate(NamedTuple):
 
     `num_delayed`: other requests that run or wait for the GPU, which computing these tokens would delay. A load delays
     no request on the GPU. So a load of 2 s is chosen if computing takes 1 s and delays two other requests: 2 <= 1 x 3.
-    `queued_s`: seconds in which the GPU would compute all other prompts that wait for the GPU or for a store. A load
-    that ends within this time and the time of computing is chosen, because the GPU has other work until then.
+    `queued_s`: seconds in which the GPU will compute all other prompts that it has not begun, without the tokens that
+    are loaded. A load that ends within this time and the time of computing is chosen, because the GPU has other work
+    until then.
     """
 
     load_s: float | None

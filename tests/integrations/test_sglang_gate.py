@@ -24,17 +24,22 @@ def prompt(number: int) -> list[str]:
 
 
 def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
-    """A prompt is computed in 1 s and read in 0.8 s, after all reads that were queued before. The gate chooses the
-    loads of four prompts at the same time, because the GPU would compute each prompt longer than the disk reads it.
-    Prompts that are computed do not count."""
-    clock = Clock()
-    gate = LoadGate(PAGE_TOKENS * NUM_PAGES, PAGE_TOKENS, Metrics(), clock, NoNote(), [DISK])
+    """A prompt is computed in 1 s and read in 0.8 s, after all reads that were queued before. If the disk has only the
+    first half of each prompt, the GPU has to compute the second halves of the other prompts until a load ends, so the
+    gate chooses all loads. If the disk has four complete prompts, the GPU would have no work, so it computes two."""
+    for num_held, chosen in ((NUM_PAGES // 2, [True] * 4), (NUM_PAGES, [True, False, True, False])):
+        clock = Clock()
+        gate = LoadGate(PAGE_TOKENS * NUM_PAGES, PAGE_TOKENS, Metrics(), clock, NoNote(), [DISK])
+        held: list[Store] = [DISK] * num_held
+        gate.read(prompt(0), held, PAGE_BYTES, 0.8 * num_held / NUM_PAGES)
+        assert [gate.decide(prompt(number), held, PAGE_BYTES) for number in range(1, 5)] == chosen
+
+
+def test_a_load_may_take_as_long_as_computing_delays_others() -> None:
+    """A prompt is computed in 1 s and read in 1.2 s. The gate chooses the load if computing would delay another
+    prompt."""
+    gate = LoadGate(PAGE_TOKENS * NUM_PAGES, PAGE_TOKENS, Metrics(), Clock(), NoNote(), [DISK])
     held: list[Store] = [DISK] * NUM_PAGES
-    gate.read(prompt(0), held, PAGE_BYTES, 0.8)
-    assert [gate.decide(prompt(number), held, PAGE_BYTES) for number in range(1, 5)] == [True] * 4
-    for number in range(1, 5):
-        gate.read(prompt(number), held, PAGE_BYTES, 0.8)
-    clock.now_s += 61  # the rate of the disk is forgotten
     gate.read(prompt(0), held, PAGE_BYTES, 1.2)
     assert not gate.decide(prompt(5), held, PAGE_BYTES)
-    assert gate.decide(prompt(6), held, PAGE_BYTES)  # computing it would delay prompt 5
+    assert gate.decide(prompt(6), held, PAGE_BYTES)

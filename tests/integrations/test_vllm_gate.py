@@ -124,16 +124,16 @@ def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None
 
 
 def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
-    """A prompt is computed in 1 s and read in 2.5 s. While two other prompts of 1 s wait for the disk, the GPU has work
-    until the load ends, even if their loads fail, so the gate chooses the load. A prompt that the GPU has begun, or
-    whose chunks are unknown, does not count, and the tokens that the GPU has do not count either."""
+    """A prompt is computed in 1 s and read in 2.5 s. Two other requests wait for the disk, and the GPU will compute
+    another 2 s of their prompts after the loads, so the gate chooses the load."""
     case = Case(PROMPT)
     case.read(0.5)
-    first, second = case.add_request(PROMPT // 2, PROMPT), case.add_request(PROMPT)
+    first, second = (case.add_request(PROMPT, 2 * PROMPT) for _ in range(2))
     for request in (first, second):
-        candidate = case.gate.add_candidate(request, 0, PROMPT)
+        candidate = case.gate.add_candidate(request, 0, 2 * PROMPT)
         case.gate.step((), ())
-        assert case.decide(request, candidate)
+        case.gate.decide(request, spans_of(PROMPT), CHUNK_BYTES, IDLE)
+        assert candidate.loads
     case.after(61)  # the rate of the disk is forgotten
     case.read(2.5)
     assert (case.gate.num_delayed("other"), case.gate.queued_s("other"), case.gate.queued_s(first)) == (0, 2, 1)
@@ -144,15 +144,47 @@ def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
     case.gate.decide(request, spans, CHUNK_BYTES, IDLE)
     assert candidate.loads and candidate.until == math.inf  # not only the chunks before the gap
     case.gate.forget(request)
-    case.gate.forget_candidate(second)
-    case.gate.add_candidate(second, PROMPT - CHUNK, PROMPT)
-    assert case.gate.queued_s(first) == CHUNK / PROMPT
-    assert not case.loads()
-    case.add_request()
-    case.gate.step([first], ())
-    assert case.gate.queued_s("other") == CHUNK / PROMPT
     case.gate.forget(second)
+    assert not case.loads()
+
+
+def test_other_work_of_the_gpu_is_what_it_has_not_begun_and_no_load_delivers() -> None:
+    """Prompts of 1 s. Tokens that the GPU has, and tokens that are loaded, do not count. A prompt whose request waits
+    for rows, that the GPU has begun, or whose chunks are unknown does not count at all."""
+    case = Case(PROMPT)
+    case.read(0.4)
+    request = case.add_request(PROMPT // 2, PROMPT)
+    assert (case.gate.queued_s("other"), case.gate.queued_s(request)) == (1, 0)
+    case.gate.add_candidate(request, PROMPT - CHUNK, PROMPT)
+    assert case.gate.queued_s("other") == CHUNK / PROMPT
+    case.gate.forget_candidate(request)
+    candidate = case.gate.add_candidate(request, 0, PROMPT)
+    case.gate.step((), ())
+    assert case.decide(request, candidate, rows=Rows(8, 64, may_grow=True)) is None
     assert case.gate.queued_s("other") == 0
+    case.after(1)
+    case.gate.step((), ())
+    assert case.decide(request, candidate, rows=Rows(8, 64, may_grow=True))
+    assert case.gate.queued_s("other") == 1 - 8 * CHUNK / PROMPT
+    case.gate.step([request], ())
+    assert case.gate.queued_s("other") == 0
+    case.add_request()
+    assert case.gate.queued_s("other") == 0
+
+
+def test_of_requests_that_all_wait_for_the_disk_some_are_computed() -> None:
+    """Six prompts of 1 s arrive while the GPU has no other work. The disk reads a prompt in 0.9 s, so the prompts take
+    3 s if the disk reads half of them, and 5.4 s if it reads them all."""
+    case = Case(PROMPT)
+    case.read(0.9)
+    requests = [case.add_request(PROMPT) for _ in range(6)]
+    candidates = [case.gate.add_candidate(request, 0, PROMPT) for request in requests]
+    case.gate.step((), ())
+    few = Rows(0, 64, may_grow=True)
+    assert {case.decide(*each, rows=few) for each in zip(requests, candidates, strict=True)} == {None}
+    case.gate.step((), ())
+    loads = [case.decide(*each) for each in zip(requests, candidates, strict=True)]
+    assert loads.count(True) == 3
 
 
 def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:

@@ -195,8 +195,8 @@ class LoadGate(ServerLoadPolicy):
         return self.choose(self.compare(load_s, 0, num_pages * self._page_tokens, num_delayed, queued_s))
 
     def _prompt_s(self, prompt: _Prompt) -> float:
-        """Return the seconds in which the GPU would compute the rest of a prompt, including pages that are loaded."""
-        start = 0 if prompt.to_load else prompt.start + prompt.num_done
+        """Return the seconds in which the GPU will compute the rest of a prompt, without the pages that are loaded."""
+        start = prompt.start + prompt.num_done
         end = prompt.start + len(prompt.to_compute) * self._page_tokens
         return self.cost.prefill_s(start, max(start, end)) or 0.0
 

@@ -109,10 +109,11 @@ class Candidate:
     """A possible load of a prompt. vLLM asked the tier for the tokens from `start` on; the last complete chunk of the
     prompt ends at `end`.
 
-    `loads`: whether to load the chunks that are on the disk, up to token `until`; None until decided. `step`: the last
-    step in which the gate tried to decide. `waits_until_s`: end of the wait for rows of the CPU tier; -inf without a
-    wait. `num_delayed`: number of other requests that computing would delay, at the time of the decision. `lacks_rows`:
-    chunks are not loaded because the CPU tier has too few free rows.
+    `loads`: whether to load the chunks that are on the disk, up to token `until`; None until decided. `computed_from`:
+    first token that the GPU computes, as far as the gate knows. `step`: the last step in which the gate tried to
+    decide. `waits_until_s`: end of the wait for rows of the CPU tier; -inf without a wait. `num_delayed`: number of
+    other requests that computing would delay, at the time of the decision. `lacks_rows`: chunks are not loaded because
+    the CPU tier has too few free rows.
     """
 
     looked_up_s: float
@@ -124,6 +125,11 @@ class Candidate:
     waits_until_s: float = -math.inf
     num_delayed: int = 0
     lacks_rows: bool = False
+    computed_from: int = 0
+
+    @property
+    def waits_for_rows(self) -> bool:
+        return self.loads is None and self.waits_until_s > -math.inf
 
 
 class Queue(NamedTuple):
@@ -234,7 +240,8 @@ class LoadGate(ServerLoadPolicy):
     def add_candidate(self, request: str, start: int, end: int) -> Candidate:
         """Create a candidate for the tokens from `start` on of a prompt. The last complete chunk of the prompt ends at
         `end`."""
-        candidate = self._candidates[request] = Candidate(self._clock(), self._step, start, end)
+        candidate = Candidate(self._clock(), self._step, start, end, computed_from=start)
+        self._candidates[request] = candidate
         return candidate
 
     def needs_earlier_tokens(self, candidate: Candidate, start: int) -> bool:
@@ -245,7 +252,7 @@ class LoadGate(ServerLoadPolicy):
             return False
         if candidate.step < self._step:
             return True
-        candidate.start = start
+        candidate.start = candidate.computed_from = start
         return False
 
     def is_due(self, candidate: Candidate) -> bool:
@@ -264,18 +271,20 @@ class LoadGate(ServerLoadPolicy):
         return len(self._live - self._at_disk - {request})
 
     def queued_s(self, request: str) -> float:
-        """Return the seconds in which the GPU would compute the prompts of all other requests that it has not begun,
-        also of requests that wait for the disk. Tokens that the GPU already has do not count once vLLM has looked up
-        the prompt. A prompt does not count until vLLM has reported its chunks."""
+        """Return the seconds in which the GPU will compute the prompts of all other requests that it has not begun.
+        Tokens that are loaded do not count, and tokens that the GPU has do not count once vLLM has looked up the
+        prompt. A prompt does not count while its request waits for rows, because the GPU may have no work until then,
+        nor until vLLM has reported its chunks."""
         return sum(self._prompt_s(other) for other in self._queued if other != request)
 
     def _prompt_s(self, request: str) -> float:
+        candidate = self._candidates.get(request)
+        if not self._queued[request] or (candidate is not None and candidate.waits_for_rows):
+            return 0.0
         if request not in self._ends:
-            if not self._queued[request]:
-                return 0.0
             self._ends[request] = max(self._queued[request].values())
-        candidate, end = self._candidates.get(request), self._ends[request]
-        return self.cost.prefill_s(min(candidate.start, end) if candidate else 0, end) or 0.0
+        end = self._ends[request]
+        return self.cost.prefill_s(min(candidate.computed_from, end) if candidate else 0, end) or 0.0
 
     def wait(self, request: str, candidate: Candidate) -> None:
         """End the wait for the disk's answer if the wait has taken as long as computing would delay all requests
@@ -318,6 +327,7 @@ class LoadGate(ServerLoadPolicy):
         candidate.loads = self.choose(estimates[part])
         candidate.until = part.end if part.num_chunks < len(spans) else math.inf
         if candidate.loads:
+            candidate.computed_from = part.end
             self._at_disk.add(request)
             self._accepted_bytes[DISK] += (part.num_chunks - part.num_remote) * chunk_bytes
             self._accepted_bytes[REMOTE] += part.num_remote * chunk_bytes
