@@ -85,8 +85,8 @@ def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
 
 
 def sides(case: dict[str, Any]) -> tuple[float, float]:
-    """Value and ceiling of a case. For a share, value and ceiling are the time to the first token and its floor, from
-    the note."""
+    """Value and ceiling of a case. For a share, value and ceiling are the time to the first token and the longer of
+    loading and computing, from the note."""
     if case["unit"] != "share":
         return float(case["value"]), float(case["ceiling"])
     times = {word: float(number) for word, number in re.findall(r"(\w+) (\d+\.?\d*) ms", case["note"])}
@@ -96,7 +96,7 @@ def sides(case: dict[str, Any]) -> tuple[float, float]:
 def is_ratio(words: str, value: float, ceiling: float) -> bool:
     """Whether words like "1.6 times as fast" or "31 % more" are the ratio of the two sides."""
     figure, unit, *_ = words.split()
-    ratio = ceiling / value if words.endswith("as fast") else value / ceiling
+    ratio = ceiling / value if re.search("as fast$|faster", words) else value / ceiling
     return is_rounded(figure, ratio if unit == "times" else 100 * (ratio - 1))
 
 

@@ -196,12 +196,12 @@ CHARTS = (
         is_less_better=True,
     ),
     Chart(
-        "stream", "Eight streams while a prompt of 131k tokens arrives, one H100", "s",
+        "stream", "Eight streams while a prompt of 131k tokens arrives, one H200", "s",
         (
             Row("longest gap of a stream", "serving.stream.gap", other="the configured bound"),
             Row("first token of the prompt", "serving.stream.prompt", other="with chunks of 8192 tokens"),
         ),
-        "serving-stream-nvidia-h100-80gb-hbm3.json", is_less_better=True,
+        "serving-nvidia-h200.json", is_less_better=True,
     ),
 )  # fmt: skip
 
