@@ -95,12 +95,17 @@ def drop_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def sized(num_bytes: int) -> str:
-    """Return a size that is readable and exact: `3.2 GiB (3435973836 bytes)`; a size below 1 KiB as `512 bytes`."""
+def rounded(num_bytes: int) -> str:
+    """Return a readable size: `3.2 GiB`; a size below 1 KiB as `512 bytes`."""
     if num_bytes < 1024:
         return f"{num_bytes} bytes"
     power = min(len(_BINARY), (num_bytes.bit_length() - 1) // 10)
-    return f"{num_bytes / 1024**power:.1f} {_BINARY[power - 1]} ({num_bytes} bytes)"
+    return f"{num_bytes / 1024**power:.1f} {_BINARY[power - 1]}"
+
+
+def sized(num_bytes: int) -> str:
+    """Return a size that is readable and exact: `3.2 GiB (3435973836 bytes)`; a size below 1 KiB as `512 bytes`."""
+    return rounded(num_bytes) if num_bytes < 1024 else f"{rounded(num_bytes)} ({num_bytes} bytes)"
 
 
 def gib(num_bytes: int) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache.console import columns, path_of, scaled, sized
+from hicache.console import columns, path_of, rounded, scaled
 from hicache.host.cores import usable_cores
 from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.integrations.probes import missing_features
@@ -140,7 +140,7 @@ def _gpus() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        value = f"{about.name}, {sized(about.total_memory)}, compute capability {about.major}.{about.minor}"
+        value = f"{about.name}, {rounded(about.total_memory)}, compute capability {about.major}.{about.minor}"
         yield Finding(section, f"cuda:{index}", f"{value}, CUDA {torch.version.cuda}")
     try:
         torch.empty(16 << 20, dtype=torch.uint8, pin_memory=True)
@@ -159,9 +159,10 @@ def _memory() -> Iterator[Finding]:
     section = "memory"
     free = available_bytes()
     few = "" if free > 2 * RESERVE_BYTES else "free memory, or raise the container's limit: a host tier has no capacity"
-    yield Finding(section, "free", f"{sized(free)}: a host tier of at most {sized(max(0, free - RESERVE_BYTES))}", few)
+    usable = rounded(max(0, free - RESERVE_BYTES))
+    yield Finding(section, "free", f"{rounded(free)}: a host tier of at most {usable}", few)
     locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if locked_bytes == resource.RLIM_INFINITY else sized(locked_bytes)
+    limit = "unlimited" if locked_bytes == resource.RLIM_INFINITY else rounded(locked_bytes)
     yield Finding(section, "locked memory", f"{limit} (ulimit -l)")
     if not os.path.isdir(_SHARED_FOLDER):
         yield Finding(section, _SHARED_FOLDER, "missing", "mount a tmpfs there: vLLM's CPU tier needs it")
@@ -173,7 +174,7 @@ def _memory() -> Iterator[Finding]:
     )
     num_bytes, free = shared.f_blocks * shared.f_frsize, shared.f_bavail * shared.f_frsize
     advice = small if free < _MIN_SHARED_BYTES else ""
-    yield Finding(section, _SHARED_FOLDER, f"{sized(num_bytes)}, free {sized(free)}", advice)
+    yield Finding(section, _SHARED_FOLDER, f"{rounded(num_bytes)}, free {rounded(free)}", advice)
     yield Finding(section, "cores", f"{usable_cores()} of {os.cpu_count()}")
 
 
@@ -202,7 +203,7 @@ def _disk(given: Path | None) -> Iterator[Finding]:
     yield Finding(
         section,
         str(asked),
-        f"{text}{memory}, free {sized(free)}{where}",
+        f"{text}{memory}, free {rounded(free)}{where}",
         elsewhere or (slow if rate.read_bytes_per_s < _SLOW_BYTES_PER_S else ""),
     )
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hicache.config.settings import SOCKET
-from hicache.console import parse_bytes, say, sized
+from hicache.console import parse_bytes, rounded, say
 from hicache.errors import ConfigError
 
 STORE_PROCESS = "200 MB for the store process"  # without memory that it shares with the server
+_MIN_PLAIN_BYTES = 1 << 20  # a smaller number lacks its unit, because no tier is so small
 _FORM = "an absolute path, a colon and the size of all its stores, like /nvme:500GB"
 _SOCKET_FORM = "or unix:SOCKET of `hicache store serve`"
 
@@ -55,15 +56,17 @@ def note_small_disk(disk: dict[str, Any]) -> None:
     folder = next(parent for parent in (Path(disk["path"]), *Path(disk["path"]).parents) if parent.exists())
     free = shutil.disk_usage(folder).free
     if parse_bytes(disk["budget"]) > free:
-        note(f"{folder} of this machine has {sized(free)} free, less than the budget of {disk['budget']}")
+        note(f"{folder} of this machine has {rounded(free)} free, less than the budget of {disk['budget']}")
 
 
 def size(text: str) -> str:
-    """Return the text of a size with its unit, for argparse."""
+    """Return the text of a size with its unit, for argparse. Refuses a small number without a unit, such as 64."""
     try:
-        parse_bytes(text)
+        num_bytes = parse_bytes(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if text.isdecimal() and num_bytes < _MIN_PLAIN_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} means {text} bytes; add a unit, like {text}GB")
     return text
 
 

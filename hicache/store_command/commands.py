@@ -224,7 +224,8 @@ def _live(found: StoreDescription) -> str:
 
 
 def _writer(found: StoreDescription) -> str:
-    return {None: "nobody", 0: "a process that cannot be named"}.get(found.writer_pid, f"process {found.writer_pid}")
+    unnamed = {None: "no process", 0: "a process that cannot be named"}
+    return unnamed.get(found.writer_pid, f"process {found.writer_pid}")
 
 
 def _filter_text(filter: PageFilter) -> str:

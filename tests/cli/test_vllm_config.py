@@ -85,6 +85,8 @@ def test_the_socket_of_a_served_directory_is_a_disk(capsys: pytest.CaptureFixtur
         ([], "--cpu"),
         (["--cpu", "lots"], "'lots' is not a size"),
         (["--cpu", "1KB"], "cpu_bytes_to_use"),
+        (["--cpu", "64"], "--cpu 64 means 64 bytes; add a unit, like 64GB"),
+        (["--cpu", "1GB", "--disk", "/nvme:500"], "--disk 500 means 500 bytes; add a unit"),
         (["--cpu", "1GB", "--disk", "/nvme"], "like /nvme:500GB"),
         (["--cpu", "1GB", "--disk", "nvme:500GB"], "like /nvme:500GB"),
         (["--cpu", "1GB", "--disk", "/nvme:big"], "'big' is not a size"),

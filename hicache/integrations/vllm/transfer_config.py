@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from hicache.config.settings import Integer, as_flag
-from hicache.console import parse_bytes, sized
+from hicache.console import parse_bytes, rounded
 from hicache.host.memory import available_bytes, free_bytes
 from hicache.integrations.server_flags import (
     STORE_PROCESS,
@@ -61,7 +61,7 @@ def run(flags: argparse.Namespace) -> int:
     free, shared = available_bytes(), shared_bytes()
     num_bytes = free_bytes("--cpu", min(free, shared)) if flags.cpu == "free" else parse_bytes(flags.cpu)
     store_process = f", and {STORE_PROCESS}" if disk and "budget" in disk else ""  # behind a socket it runs elsewhere
-    note(f"memory: {sized(num_bytes)} in /dev/shm for the CPU tier{store_process}, in addition to vLLM's own")
+    note(f"memory: {rounded(num_bytes)} in /dev/shm for the CPU tier{store_process}, in addition to vLLM's own")
     if flags.chunk_blocks is None:
         note(
             "without --chunk-blocks, a chunk is one block of vLLM: if blocks have 16 tokens, vLLM copies, looks up, "
@@ -69,14 +69,14 @@ def run(flags: argparse.Namespace) -> int:
             "sliding-window layers"
         )
     if num_bytes > free:
-        note(f"this machine has {sized(free)} of free memory: choose a smaller --cpu if vLLM runs on this machine")
+        note(f"this machine has {rounded(free)} of free memory: choose a smaller --cpu if vLLM runs on this machine")
     if disk:
         note_small_disk(disk)
     if num_bytes > shared:
         needed = f"{-(-num_bytes // 2**30)}G"  # tmpfs knows no unit like GB
         note(
-            f"/dev/shm of this machine has {sized(shared)} free, and vLLM's CPU tier would need "
-            f"{sized(num_bytes)}: raise it (mount -o remount,size={needed} /dev/shm, or --shm-size={needed} of a "
+            f"/dev/shm of this machine has {rounded(shared)} free, and vLLM's CPU tier would need "
+            f"{rounded(num_bytes)}: raise it (mount -o remount,size={needed} /dev/shm, or --shm-size={needed} of a "
             "container)"
         )
     return 0
