@@ -162,14 +162,15 @@ def test_a_killed_benchmark_is_continued(tmp_path: Path, capsys: pytest.CaptureF
     """The file has each completed run of both GPUs. A run that does not end in time is reported, and is not in the
     file. A later command only makes the missing runs, and refuses a file that was made with other code."""
     path = tmp_path / "servers.json"
-    command = ["bench", "run", "servers", "--device", "cpu", "--resume", str(path), "--limit-s", "2", "--gpus", "0,1"]
-    assert main([*command, "--modes", "none,slow"]) == 0
+    command = ["bench", "run", "servers", "--device", "cpu", "--resume", str(path), "--gpus", "0,1"]
+    assert main([*command, "--modes", "none"]) == 0
+    assert main([*command, "--modes", "slow", "--limit-s", "0.1"]) == 0  # this server answers nothing
     report = common.read_report(path)
     assert [(run["setting"]["mode"], run["num_gpus"]) for run in report.runs] == [("none", 2)]
     assert "slow: answered 0 of 12 prompts in" in capsys.readouterr().out
     assert main([*command, "--modes", "none,hicache"]) == 0
     later = common.read_report(path)
-    assert later.runs[:1] == report.runs and len(later.runs) == 2 and len(later.commands) == 2
+    assert later.runs[:1] == report.runs and len(later.runs) == 2 and len(later.commands) == 3
     assert later.runs[0]["answers"] == later.runs[1]["answers"]
     (missed,) = [case for case in later.cases if case.name == "servers.vllm.agents.none.missed"]
     assert missed.note == f"gate {missed.value:.3f}" and list(later.runs[0]["moved_gb"]) == ["load"]
