@@ -1,9 +1,9 @@
 """The program `python -m hicache.storage.process SOCKET ENGINE LOG_LEVEL`, the store process of one engine; see
 `server`.
 
-When the engine disconnects or ends, the process finishes its queued writes, closes the store and ends. After the disk
-is closed, the process waits at most 5 s until the remote store has finished its queued writes and is closed. The store
-process logs to the standard error of the engine.
+When the engine disconnects or ends, the process finishes its queued writes, closes the store and ends. For a remote
+store the process waits at most 5 s, after the disk is closed if there is one, until this store has finished its queued
+writes and is closed. The store process logs to the standard error of the engine.
 """
 
 from __future__ import annotations

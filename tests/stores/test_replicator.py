@@ -333,28 +333,73 @@ time.sleep(60)
 """
 
 
-@pytest.mark.long
-@pytest.mark.store_process
-@pytest.mark.parametrize("call", ["read", "open"])
-def test_a_remote_store_that_hangs_keeps_no_process(call: str, tmp_path: Path, shared: Path) -> None:
-    """If a read or the open of the remote store never returns, the store process closes its disk and ends after its
-    engine."""
-    plugin = tmp_path / "site"
-    info = plugin / "hanging-1.dist-info"
+# Arguments: the URL of the remote store, the folder tests/support, and the folder of the plug-in, whose store never
+# answers a find.
+ASKING_ENGINE = """
+import sys, time
+sys.path[:0] = sys.argv[2:4]
+from disk_case import pages
+from process_case import Case
+case = Case(sys.argv[1])
+keys, data = pages(1, 8)
+assert all(case.stored(keys, data))
+case.tier.find(keys, 0.0)
+print(case.tier.pid, flush=True)
+time.sleep(60)
+"""
+HANGING_STORE = """
+import threading
+from disk_case import TroubledStore
+from hicache.storage.urls import open_store
+def opener(url, **about):
+    if url.endswith("//open"):
+        threading.Event().wait()
+    store = TroubledStore(open_store(url.replace("hanging:", "dir:"), **about))
+    store.trouble = lambda verb: threading.Event().wait() if verb == "contains" else None
+    return store
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """A folder with an installed package whose store never answers a find, or never opens at `hanging://open`."""
+    info = tmp_path / "site/hanging-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[hicache.stores]\nhanging = hanging:opener\n")
-    (plugin / "hanging.py").write_text("import threading\ndef opener(url, **about):\n    threading.Event().wait()\n")
+    (info.parent / "hanging.py").write_text(HANGING_STORE)
+    return info.parent
+
+
+@pytest.mark.long
+@pytest.mark.store_process
+@pytest.mark.parametrize("call", ["read", "open"])
+def test_a_remote_store_that_hangs_keeps_no_process(call: str, tmp_path: Path, shared: Path, plugin: Path) -> None:
+    """If a read or the open of the remote store never returns, the store process closes its disk and ends after its
+    engine."""
     hang_reads(shared)
-    url = f"dir://{shared}" if call == "read" else "hanging://x"
-    with Program(HANGING_ENGINE, at(tmp_path / "a"), url, SUPPORT, plugin, call) as engine:
+    url = f"dir://{shared}" if call == "read" else "hanging://open"
+    _wait_for_end_after_kill(HANGING_ENGINE, at(tmp_path / "a"), url, SUPPORT, plugin, call)
+    with closing(_disk_of(tmp_path / "a")) as disk:
+        assert all(disk.contains(KEYS))
+
+
+@pytest.mark.long
+@pytest.mark.store_process
+def test_a_remote_store_alone_that_hangs_keeps_no_process(shared: Path, plugin: Path) -> None:
+    """If there is no disk, and a find of the remote store never returns, the store process ends after its engine."""
+    _wait_for_end_after_kill(ASKING_ENGINE, f"hanging://{shared}", SUPPORT, plugin)
+
+
+def _wait_for_end_after_kill(code: str, *arguments: object) -> None:
+    """Run an engine that prints the process id of its store process, kill the engine, and wait for the end of the store
+    process."""
+    with Program(code, *arguments) as engine:
         assert engine.stdout is not None
         pidfd = os.pidfd_open(int(engine.stdout.readline()))
         engine.kill()
         assert select.select([pidfd], [], [], PATIENCE_S)[0]
         os.close(pidfd)
-    with closing(_disk_of(tmp_path / "a")) as disk:
-        assert all(disk.contains(KEYS))
 
 
 @pytest.mark.store_process
