@@ -80,6 +80,8 @@ _SPEC = Features(
         f"{_OFFLOAD}.base:OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
         f"{_OFFLOAD}.base:CanonicalKVCaches": ("tensors", "group_data_refs"),
         f"{_OFFLOAD}.base:GPULoadStoreSpec": ("block_ids", "group_sizes", "block_indices"),
+        "vllm.config:VllmConfig": ("model_config", "attention_config", "speculative_config", "load_config"),
+        "vllm.config:ModelConfig": ("revision", "code_revision", "quantization", "hf_config"),
     },
     calls={
         f"{_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion": Call(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from vllm.platforms import current_platform
@@ -24,19 +26,18 @@ def identity_of(
     release: str,
     row_bytes: int,
     packing: RowPacking | None = None,
-    recurrent_states: str = "",
+    unreported: Mapping[str, str] = MappingProxyType({}),
     devices: Devices = "same",
 ) -> dict[str, str | int]:
     """Return the identity of chunks. `row_bytes`: bytes of a chunk in vLLM's CPU tier, including the parts of all
     workers.
 
-    `recurrent_states`: shapes and dtypes of recurrent states; "" if the model has no recurrent states, or if vLLM does
-    not report them. `devices`: whether different kinds of GPUs share chunks.
+    `unreported`: settings that vLLM does not pass to a spec, by the name of their field; "" means no setting
+    (`unreported_settings`). `devices`: whether different kinds of GPUs share chunks.
 
     vLLM reports only the model's name. If the model's files are on this machine, the digest of their bytes identifies
-    the model. The name, which may be a path, and the release of vLLM are then only recorded. The user must express
-    differences that vLLM does not report in the salt: revision, adapters, a draft model, overrides of the model's
-    configuration.
+    the model. The name, which may be a path, and the release of vLLM are then only recorded. The user must express the
+    weights behind the name of an adapter in the salt, and, without `unreported`, all settings of the model.
 
     The identity does not include the number of workers if each worker writes its own heads into one canonical row. vLLM
     refuses to start a worker that cannot write this row.
@@ -67,8 +68,9 @@ def identity_of(
     }
     if packing is not None:
         fields["packing"] = packing.name
-    if recurrent_states:
-        fields["states"] = hashlib.sha256(recurrent_states.encode()).hexdigest()[:32]
+    for name, text in unreported.items():
+        if text:
+            fields[name] = hashlib.sha256(text.encode()).hexdigest()[:32]
     return fields
 
 

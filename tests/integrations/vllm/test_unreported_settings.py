@@ -1,20 +1,24 @@
-"""Stores of models with recurrent layers, with the scheduler of vLLM's connector."""
+"""Stores of models whose settings vLLM does not report to a spec, with the scheduler of vLLM's connector."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from hicache.integrations.vllm import HiCacheOffloadingSpec
-from hicache.integrations.vllm.recurrent_states import INIT
+from hicache.integrations.vllm.unreported_settings import INIT, model_settings
 from vllm_offload_case import BLOCK_TOKENS, Cache, offloading_config
 
 HYBRID = Cache(widths=(4096,), groups=((0,), (0,)))
@@ -45,3 +49,41 @@ def test_states_of_other_dtypes_have_a_store_of_their_own(tmp_path: Path) -> Non
     all dtypes have equal sizes. A server with the dtype of an earlier one uses the same store."""
     found = [stores_of(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32)]
     assert [len(stores) for stores in found] == [1, 2, 3, 3]
+
+
+@pytest.mark.smoke
+def test_settings_of_the_model_that_decide_keys_and_values_name_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers have equal settings only if revision, configuration with its overrides, attention backend, download
+    directory and draft model are equal. Other settings, and another path of the same model, change nothing."""
+    monkeypatch.chdir(tmp_path)  # vLLM runs `python -m`, which would import the checkout's folder hicache
+    for name in ("model", "copy", "draft"):
+        config = LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            hidden_size=64,
+            num_hidden_layers=1 + (name == "draft"),
+            num_attention_heads=2,
+            vocab_size=64,
+        )
+        config.save_pretrained(tmp_path / name)
+
+    def settings(name: str = "model", **changes: Any) -> str:
+        arguments = EngineArgs(str(tmp_path / name), skip_tokenizer_init=True, max_model_len=64, dtype="float32")
+        return model_settings(replace(arguments, **changes).create_engine_config())
+
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+    draft = {"model": str(tmp_path / "draft"), "method": "draft_model", "num_speculative_tokens": 1}
+    others = [
+        {"revision": "a"},
+        {"code_revision": "a"},
+        {"hf_overrides": {"rope_parameters": rope}},
+        {"hf_overrides": {"rope_parameters": rope | {"factor": 4.0}}},
+        {"attention_backend": "TRITON_ATTN"},
+        {"download_dir": str(tmp_path)},
+        {"speculative_config": draft},
+    ]
+    found = [settings(), *(settings(**changes) for changes in others)]
+    assert len({*found}) == len(found)
+    assert settings("copy") == settings(max_num_seqs=3, seed=7) == found[0] != ""
+    assert model_settings(VllmConfig()) == ""
