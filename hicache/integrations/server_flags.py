@@ -48,9 +48,11 @@ def disk_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
     return settings | ({"prefill_tokens_per_s": 0} if flags.always_load else {})
 
 
-def note_small_disk(disk: dict[str, Any]) -> None:
-    """Print a note if the budget exceeds the free space of the disk on this machine. A directory that does not exist
-    yet is on the disk of its closest parent that exists."""
+def note_disk(disk: dict[str, Any]) -> None:
+    """Print a note if this machine lacks the key file, or if the budget exceeds the free space of the disk on this
+    machine. A directory that does not exist yet is on the disk of its closest parent that exists."""
+    if "key_file" in disk and not Path(disk["key_file"]).exists():
+        note(f"the key file {disk['key_file']} is not on this machine; the server's start needs it")
     if "budget" not in disk:
         return  # a served directory, which may be on another machine
     folder = next(parent for parent in (Path(disk["path"]), *Path(disk["path"]).parents) if parent.exists())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli_case import outcome, refused
+from hicache.integrations.vllm import transfer_config
 from hicache.integrations.vllm.offloading_settings import offloading_settings
 
 
@@ -42,15 +43,22 @@ def test_the_spec_is_named_under_the_connector_of_vllm(capsys: pytest.CaptureFix
 
 
 def test_sizes_that_exceed_the_machine_are_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """If a size exceeds the free memory, the shared memory or the disk of this machine, a note says so. The JSON is
-    still printed, because the server may run on another machine."""
-    disk = f"{tmp_path}/not/made/yet:60TB"
-    status, out, err = outcome(capsys, "vllm-config", "--cpu", "900TB", "--disk", disk, "--chunk-blocks", "1")
+    """If a size exceeds the free memory or the disk of this machine, or the key file is missing, a note says so. The
+    JSON is still printed, because the server may run on another machine."""
+    flags = ["--disk", f"{tmp_path}/not/made/yet:60TB", "--chunk-blocks", "1", "--key-file", str(tmp_path / "key")]
+    status, out, err = outcome(capsys, "vllm-config", "--cpu", "900TB", *flags)
     assert status == 0 and json.loads(out)
-    _, memory, space, shared = err.splitlines()
+    _, memory, key, space = err.splitlines()
     assert "of free memory: choose a smaller --cpu" in memory
+    assert f"{tmp_path / 'key'} is not on this machine" in key
     assert f"{tmp_path} of this machine has" in space and "60TB" in space
-    assert "/dev/shm" in shared and "remount,size=838191G " in shared
+
+
+def test_a_small_shared_memory_is_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If /dev/shm is smaller than the CPU tier and the memory is not, a note says how to enlarge it."""
+    monkeypatch.setattr(transfer_config, "shared_bytes", lambda: 1 << 20)
+    _, note = outcome(capsys, "vllm-config", "--cpu", "3MB", "--chunk-blocks", "1")[2].splitlines()
+    assert "/dev/shm of this machine has 1.0 MiB free" in note and "remount,size=1G " in note
 
 
 def test_free_memory_and_loads_without_comparison_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +78,7 @@ def test_notes_say_the_memory_and_what_small_chunks_cost(capsys: pytest.CaptureF
     (memory,) = notes("--chunk-blocks", "1")
     assert "1.0 MiB" in memory and "/dev/shm" in memory and "store process" not in memory
     memory, chunks = notes("--disk", "/nvme:2MB")
-    assert "store process" in memory and "four times as many chunks" in chunks
+    assert "store process" in memory and "a quarter as many chunks" in chunks
 
 
 def test_the_socket_of_a_served_directory_is_a_disk(capsys: pytest.CaptureFixture[str]) -> None:

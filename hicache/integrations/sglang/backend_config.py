@@ -10,7 +10,7 @@ import argparse
 import json
 from typing import Any
 
-from hicache.integrations.server_flags import STORE_PROCESS, add_disk_flags, disk_settings, note, note_small_disk
+from hicache.integrations.server_flags import STORE_PROCESS, add_disk_flags, disk_settings, note, note_disk
 from hicache.integrations.server_store import server_store_config
 
 _LOADED = {
@@ -34,7 +34,7 @@ def run(flags: argparse.Namespace) -> int:
     if "budget" not in disk:  # the store process of a served directory runs elsewhere
         store = "200 MB for pages on their way to the served store"
     note(f"memory: for each rank {store}, in addition to SGLang's host pools")
-    note_small_disk(disk)
+    note_disk(disk)
     return 0
 
 

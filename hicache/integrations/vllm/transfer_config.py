@@ -18,7 +18,7 @@ from hicache.integrations.server_flags import (
     add_disk_flags,
     disk_settings,
     note,
-    note_small_disk,
+    note_disk,
     size,
 )
 from hicache.integrations.vllm.offloading_settings import offloading_settings
@@ -64,15 +64,16 @@ def run(flags: argparse.Namespace) -> int:
     note(f"memory: {rounded(num_bytes)} in /dev/shm for the CPU tier{store_process}, in addition to vLLM's own")
     if flags.chunk_blocks is None:
         note(
-            "without --chunk-blocks, a chunk is one block of vLLM: if blocks have 16 tokens, vLLM copies, looks up, "
-            "reads and writes four times as many chunks as with --chunk-blocks 4; right for models with recurrent or "
-            "sliding-window layers"
+            "without --chunk-blocks, a chunk is one block of vLLM. This is right for models with recurrent or "
+            "sliding-window layers. If all layers have full attention and blocks have 16 tokens, add --chunk-blocks 4: "
+            "vLLM then copies, looks up, reads and writes a quarter as many chunks"
         )
-    if num_bytes > free:
+    exceeds_memory = num_bytes > free
+    if exceeds_memory:
         note(f"this machine has {rounded(free)} of free memory: choose a smaller --cpu if vLLM runs on this machine")
     if disk:
-        note_small_disk(disk)
-    if num_bytes > shared:
+        note_disk(disk)
+    if num_bytes > shared and not exceeds_memory:
         needed = f"{-(-num_bytes // 2**30)}G"  # tmpfs knows no unit like GB
         note(
             f"/dev/shm of this machine has {rounded(shared)} free, and vLLM's CPU tier would need "
