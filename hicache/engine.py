@@ -349,7 +349,7 @@ class CacheEngine:
     def poll(self) -> bool:
         """Apply the results of finished copies, reads and writes. Call this method once a step; it never blocks.
         Returns True while a staged load is in progress, which each further poll advances."""
-        if self._commit.has_hints:
+        if self._commit.had_hints:
             self._commit.expire_hints()
         for movement in self._movements:
             movement.poll()

@@ -133,8 +133,8 @@ ROWS: tuple[tuple[Row, ...], ...] = (
     ),
     (
         Row(
-            "first token behind 32k tokens in CPU memory, packed pages, own server, 8B model of random weights, one "
-            "H200",
+            "first token of a prompt with a prefix of 32k tokens in CPU memory, packed pages, own server, 8B model of "
+            "random weights, one H200",
             "serving.ttft.host.prefix32768",
             "serving-nvidia-h200.json",
             "{token:.1f} ms",

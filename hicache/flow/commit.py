@@ -1,8 +1,8 @@
 """Commit: the tree gets the pages that a request computed. Release: a request ends, and its hints take effect.
 
 The tree gets the slots of complete pages in chunks. If another request committed a page first, the tree keeps the slots
-of that request, and the slots of this request are freed. A value that belongs to exactly the computed tokens, like a
-recurrent state, is given to the tree with the pages.
+of that request, and the slots of this request are freed. If the model has recurrent states, the tree also gets the
+state after the last token of these pages.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from hicache.tiers import FULL, SWA, Component
 class Commit:
     """Commits and ends leases. Owned by the scheduler thread.
 
-    `has_hints`: whether any request that ended announced the time of its next turn."""
+    `had_hints`: True after the first request that ended with `next_turn_within_s`. `CacheEngine.poll` then calls
+    `expire_hints`."""
 
     def __init__(self, context: EngineContext, copies: Copies, writes: Sequence[Writes]) -> None:
         self._context, self._copies, self._writes = context, copies, tuple(writes)
         self._ending, self._others, self._windows = context.ending, context.others, context.by_name.get(SWA)
-        self.has_hints = False
+        self.had_hints = False
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states",
             "recurrent states that were not cached because all states of the device tier were in use",
@@ -56,8 +57,8 @@ class Commit:
         if lease.loads and (error := self._copies.error_of(lease)) is not None:
             raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
         for length in self._ending.commit_points(lease, len(tokens)):
-            if length > lease.tree_len and (donors := self._donors(lease, length)) is not None:
-                self._insert(lease, tokens, length, donors)
+            if length > lease.tree_len and (components := self._components_with_values(lease, length)) is not None:
+                self._insert(lease, tokens, length, components)
 
     def track(self, leases: Sequence[Lease]) -> None:
         """See `CacheEngine.track`."""
@@ -98,22 +99,22 @@ class Commit:
             for writes in self._writes:
                 writes.used(keys)
 
-    def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
-        """Return the components that donate a value with the first `length` tokens. Returns None if a component has no
-        capacity for its value; the tree then gets nothing."""
-        donors: list[CacheComponent] = []
-        for component in self._others:  # full attention donates no value
+    def _components_with_values(self, lease: Lease, length: int) -> list[CacheComponent] | None:
+        """Return the components with capacity for the values that the tree stores after the first `length` tokens.
+        Returns None if a component that ends matches has no capacity for its value; nothing is then inserted."""
+        components: list[CacheComponent] = []
+        for component in self._others:  # full attention has no such value
             need = component.needed_to_donate(lease, length)
             if not need or self._copies.make_available(component, need):
-                donors.append(component)
+                components.append(component)
                 continue
             self._skipped_states.value += 1
             if component.tree_component.ends_matches:
                 return None
-        return donors
+        return components
 
-    def _insert(self, lease: Lease, tokens: Tokens, end: int, donors: Sequence[CacheComponent]) -> None:
-        """Insert positions [tree_len, end) into the tree, with the values that `donors` have for exactly `end` tokens.
+    def _insert(self, lease: Lease, tokens: Tokens, end: int, components: Sequence[CacheComponent]) -> None:
+        """Insert positions [tree_len, end) into the tree, with the values that `components` have after `end` tokens.
         If an error is raised, nothing was inserted.
 
         [tree_len, tree_len + len(existing))   the tree's slots replace the lease's, which are freed
@@ -124,7 +125,7 @@ class Commit:
         slots = lease.held_slots(start, end)
         window_from, donated = None if self._windows is None else 0, dict[Component, torch.Tensor]()
         with ExitStack() as undo:
-            for component in donors:
+            for component in components:
                 value = component.donate(lease, end)
                 if value is not None:
                     donated[component.name] = value
@@ -194,7 +195,7 @@ class Commit:
         return len(rows)
 
     def _keep(self, lease: Lease, on_host: Mapping[Component, Rows], within_s: float) -> None:
-        self.has_hints = True
+        self.had_hints = True
         context, until_s = self._context, deadline_s(self._context.clock(), within_s)
         context.tree.keep(lease.node, until_s, {each.name: KEPT_SHARE * each.capacity for each in context.components})
         for name, rows in on_host.items():

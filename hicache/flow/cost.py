@@ -226,8 +226,10 @@ class CostModel:
 class LoadEstimate(NamedTuple):
     """Seconds of a load, including the operations queued before it, and of computing the same tokens; None: unknown.
 
-    `num_delayed`: other requests that run or wait for the GPU, which computing these tokens would delay. A load delays
-    no request on the GPU. So a load of 2 s is chosen if computing takes 1 s and delays two other requests: 2 <= 1 x 3.
+    `num_delayed`: other requests that run or wait for the GPU. Computing these tokens would delay them. A load takes
+    almost none of the GPU's computing time: the link copies the bytes, and a short kernel unpacks packed pages. The
+    slots that the load takes are not part of the estimate. Example: a load of 2 s is chosen if computing takes 1 s and
+    delays two other requests, because 2 <= 1 x 3.
     `queued_s`: seconds in which the GPU will compute all other prompts that it has not begun, without the tokens that
     are loaded. A load that ends within this time and the time of computing is chosen, because the GPU has other work
     until then.

@@ -262,11 +262,12 @@ class CacheComponent(ABC):
         return [num_tokens // self.tree.page_size * self.tree.page_size]
 
     def needed_to_donate(self, lease: Lease, length: int) -> int:
-        """Return the tokens or states that must be free for `donate`."""
+        """Return the number of tokens or states that must be free before a call of `donate`."""
         return 0
 
     def donate(self, lease: Lease, length: int) -> torch.Tensor | None:
-        """Return a device value for the tree that belongs to exactly the first `length` tokens, or None."""
+        """Return the device value that the tree stores at the end of the first `length` tokens, like a recurrent state.
+        None: the component has no value there."""
         return None
 
     def release(self, lease: Lease) -> None:  # noqa: B027
