@@ -56,7 +56,8 @@ def device_named(name: str | torch.device) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use cpu or a lower index")
+            others = f" or an index below {count}" if count else ""
+            raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use cpu{others}")
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 

@@ -173,10 +173,12 @@ _COMMANDS = {
 
 # Maps messages of argparse to the form of other messages about flags: the flag, its value, the values that work.
 _MESSAGES = {
-    r"^argument (\S+): invalid choice: (.+?) \(choose from (.+)\)$": r"\1 \2 is unknown; choose one of \3",
     r"^argument (\S+): expected (?:one|at least one) argument$": r"\1 needs a value",
     r"^argument (\S+): ": r"\1 ",
 }
+
+
+_CHOICE = re.compile(r"argument (\S+): invalid choice: (.+?) \(choose from (.+)\)")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -191,6 +193,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         help = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        if (choice := _CHOICE.fullmatch(message)) is not None:
+            name, given, known = choice.groups()
+            meant = difflib.get_close_matches(given.strip("'"), re.findall(r"[\w.-]+", known), 1)
+            message = f"{name} {given} is unknown; " + (f"{meant[0]} is one" if meant else f"choose one of {known}")
         for found, plain in _MESSAGES.items():
             message = re.sub(found, plain, message)
         self.exit(_fail(f"{message}; '{self.prog} {help}' lists the flags"))

@@ -95,8 +95,8 @@ def _listed(name: str) -> int:
                 "that may read it in HF_TOKEN"
             ) from error
         raise ConfigError(
-            f"model {name}: no such directory, and the hub cannot be asked: {_reason(error.__cause__ or error)}; run "
-            f"'hf download {name} --local-dir FOLDER' where it can, and give FOLDER"
+            f"model {name}: no such directory, and the hub cannot be reached: {_reason(error.__cause__ or error)}; "
+            f"on a machine that reaches it, run 'hf download {name} --local-dir FOLDER', and give FOLDER here"
         ) from error
     if not any(Path(file.filename).match(_WEIGHTS) for file in files):
         raise ConfigError(f"model {name}: the hub has no weights of it in safetensors; give another")

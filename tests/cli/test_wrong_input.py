@@ -64,7 +64,7 @@ PLAN = "plan --model {tmp}/model --gpu 1GiB --host-memory 2MiB --max-running 2 -
 
 # The arguments of each case, and the text that the error line must have.
 TABLES: dict[str, list[tuple[str, str]]] = {
-    "": [("", "COMMAND"), ("polish", "polish")],
+    "": [("", "COMMAND"), ("polish", "choose one of 'demo'"), ("serv", "COMMAND 'serv' is unknown; serve is one;")],
     DEMO: [
         ("--flavour mild", "--flavour"),
         ("--docu 4", "--docu"),

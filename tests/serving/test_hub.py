@@ -110,7 +110,7 @@ def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
     assert "no weights of it in safetensors" in pickled
     again, missing = chosen(endpoint, tmp_path, "tiny/model", "tiny/missing")
     assert again == reported, "the hub is gone, the cache is there"
-    assert "the hub cannot be asked: " in missing and "hf download tiny/missing --local-dir" in missing
+    assert "the hub cannot be reached: " in missing and "hf download tiny/missing --local-dir" in missing
 
 
 def test_what_another_program_left_in_the_cache_is_completed(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_what_another_program_left_in_the_cache_is_completed(tmp_path: Path) -> 
             (copy / "snapshots" / REVISION / file.name).unlink()
     refused = chosen("http://127.0.0.1:1", tmp_path, *models, *broken)
     assert [line.split()[-1] for line in refused[: len(models)]] == [*models]
-    assert all("the hub cannot be asked" in line for line in refused[len(models) :]) and len(broken) == 10, refused
+    assert all("the hub cannot be reached" in line for line in refused[len(models) :]) and len(broken) == 10, refused
     (cache / "models--tiny--parted" / "snapshots" / REVISION / "model-1.safetensors").unlink()
     with hub() as endpoint:
         printed, reported = chosen(endpoint, tmp_path, "tiny/parted")

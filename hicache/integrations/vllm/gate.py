@@ -4,12 +4,12 @@ and server.
     looked up | answered and decided | rows in the CPU tier | read, part by part | scheduled | computed | stored
     <- miss if the answer is late --> <- retry, or a part -> <- abandoned if stalled ->       <- speed is measured -->
 
-A load does not use the GPU. The gate chooses a load if it takes no longer than the delay that computing would cause for
-all requests together: `W + l <= c (1 + n)`. W is the time for the pending loads in `Queue`, l the time of the load, c
-the time of computing, and n the result of `LoadGate.num_delayed`. The gate also chooses a load if the GPU has other
-work until the load ends: `W + l <= Q + c`. Q is the result of `LoadGate.queued_s`. If loading all chunks is too slow,
-the gate may still choose to load the first chunks. A declined chunk is a miss for vLLM, which computes it. This module
-imports nothing of vLLM.
+A load takes almost none of the GPU's computing time. The gate chooses a load if it takes no longer than the delay that
+computing would cause for all requests together: `W + l <= c (1 + n)`. W is the time for the pending loads in `Queue`, l
+the time of the load, c the time of computing, and n the result of `LoadGate.num_delayed`. The gate also chooses a load
+if the GPU has other work until the load ends: `W + l <= Q + c`. Q is the result of `LoadGate.queued_s`. If loading all
+chunks is too slow, the gate may still choose to load the first chunks. A declined chunk is a miss for vLLM, which
+computes it. This module imports nothing of vLLM.
 """
 
 from __future__ import annotations
