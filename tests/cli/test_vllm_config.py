@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cli_case import outcome, refused
-from hicache.integrations.vllm import transfer_config
 from hicache.integrations.vllm.offloading_settings import offloading_settings
 
 
@@ -56,7 +55,7 @@ def test_sizes_that_exceed_the_machine_are_noted(capsys: pytest.CaptureFixture[s
 
 def test_a_small_shared_memory_is_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If /dev/shm is smaller than the CPU tier and the memory is not, a note says how to enlarge it."""
-    monkeypatch.setattr(transfer_config, "shared_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("hicache.integrations.vllm.transfer_config.shared_bytes", lambda: 1 << 20)
     _, note = outcome(capsys, "vllm-config", "--cpu", "3MB", "--chunk-blocks", "1")[2].splitlines()
     assert "/dev/shm of this machine has 1.0 MiB free" in note and "remount,size=1G " in note
 
