@@ -50,8 +50,8 @@ class TierPages:
         self.held: OrderedDict[bytes, int] = OrderedDict()  # the least recently used page is the first
 
     def held_end(self, keys: list[bytes], start: int) -> int:
-        """Return the index after the consecutive pages from `start` on that are on the host. `hicache/flow/located.py:
-        Located.host_end`"""
+        """Return the index after the consecutive pages from `start` on that are on the host.
+        `hicache/flow/located.py: Located.host_end`"""
         return next((at for at in range(start, len(keys)) if keys[at] not in self.held), len(keys))
 
     def reserve(self, key: bytes, keep: set[bytes]) -> int | None:
@@ -79,8 +79,8 @@ class TierPages:
 
 @dataclass(eq=False)
 class Lease:
-    """The slots of a request: positions [0, tree_len) have the tree's slots, locked through `node`; later positions
-    have the request's own. `hit`: tokens found on device and host. `hicache/flow/lease.py: Lease`"""
+    """The slots of a request: positions [0, tree_len) have the tree's slots, locked through `node`; later
+    positions have the request's own. `hit`: tokens found on device and host. `hicache/flow/lease.py: Lease`"""
 
     tokens: np.ndarray
     keys: list[bytes]
@@ -129,8 +129,8 @@ class TinyEngine:
         return lease
 
     def match(self, keys: list[bytes]) -> tuple[TreeNode, torch.Tensor]:
-        """Return the last node of the longest prefix on the device, and the prefix's slots. `hicache/pages/tree.py:
-        RadixTree.match`"""
+        """Return the last node of the longest prefix on the device, and the prefix's slots.
+        `hicache/pages/tree.py: RadixTree.match`"""
         node, slots = self.root, [self.root.slots]
         for key in keys:
             if key not in node.children:
@@ -158,7 +158,7 @@ class TinyEngine:
         """Give the lease's page at `start` to the tree. `hicache/pages/tree.py: RadixTree.insert`"""
         key, ours = lease.keys[start // PAGE], lease.slots[start : start + PAGE].clone()
         node = lease.node.children.setdefault(key, TreeNode(key, ours, lease.node))
-        if node.slots is not ours:  # another request was first, so its slots are used and this request's are freed
+        if node.slots is not ours:  # another request was first, so this request's slots are freed
             lease.slots[start : start + PAGE] = node.slots
             self.free += ours.tolist()
         node.locks += 1  # the ancestors of this node already have the lease's lock

@@ -153,10 +153,6 @@ class CacheEngine:
     `InvalidArgument` for another argument of a wrong type or out of range; `LeaseEnded` and `ForeignLease` for a lease
     that the engine does not hold; `NotRunning` before `start`, after `close` and in a fork; `ConcurrentCall` while
     another call runs.
-
-    `_turn`: the thread that is inside a call, if any. `_why_not`: the reason why calls other than `release`, `cancel`
-    and `close` are refused; empty while the engine runs. `_is_broken`: a call raised before its end, and invariants of
-    the engine are violated.
     """
 
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
@@ -167,9 +163,10 @@ class CacheEngine:
         self._transfers: list[TransferBackend] = [component.transfer for component in on_host]
         self._stores = list(context.stores.values())
         self._events = events
-        self._turn = _Turn()
+        self._turn = _Turn()  # the thread that is inside a call, if any
+        # The reason why calls other than `release`, `cancel` and `close` are refused; empty while the engine runs.
         self._why_not = "the engine is not started; call start()"
-        self._is_broken = False
+        self._is_broken = False  # True if a call raised before its end, and invariants of the engine are violated
         self._lifecycle = _Lifecycle.NEW
         self._finalizer: weakref.finalize[..., object] | None = None
         self._leases = dict[str, Lease]()

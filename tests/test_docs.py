@@ -97,6 +97,35 @@ def test_commands_exist(page: Path, commands: dict[str, set[str]]) -> None:
         assert {word for alternatives in named for word in alternatives.split("|")} - known == set()
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name in ("docs", "decisions")], ids=lambda page: page.name
+)
+def test_code_fits_into_the_column(page: Path) -> None:
+    """Diagrams, commands and outputs of the site have at most 104 characters a line, so that no line is cut. Python in
+    fences may be longer, because it is that of modules."""
+    assert [line for line in _code(page.read_text()) if len(line) > 104] == []
+
+
+def _code(text: str) -> Iterator[str]:
+    """The lines of code blocks, without their indentation: fenced blocks except Python, and indented blocks outside of
+    lists and cards."""
+    fence: str | None = None
+    was_blank, is_code, is_list = True, False, False
+    for line in text.splitlines():
+        if found := re.match(r" *```(\w*)", line):
+            fence, is_code = (found[1] if fence is None else None), False
+        elif fence is not None:
+            if fence != "python":
+                yield line
+        elif line.strip():
+            is_list = (is_list and line.startswith(" ")) or re.match(r"([-*]|\d+\.) ", line) is not None
+            indent = 8 if is_list else 4
+            is_code = line.startswith(" " * indent) and (is_code or was_blank)
+            if is_code:
+                yield line[indent:]
+        was_blank = not line.strip()
+
+
 def test_code_of_the_page_of_extensions_is_that_of_the_tests() -> None:
     """Each block of code is, line by line, in the file that its first line names."""
     text = (ROOT / "docs/extending.md").read_text()

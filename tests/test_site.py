@@ -100,7 +100,8 @@ def test_pages_load_nothing_from_elsewhere(pages: dict[Path, _Page]) -> None:
     loaded = {page: [*_targets(page, parsed.loaded)] for page, parsed in pages.items()}
     assert all(len(loaded[page]) == len(parsed.loaded) for page, parsed in pages.items())
     assert all(target.exists() for targets in loaded.values() for target, _ in targets)
-    pictures = {target.name for targets in loaded.values() for target, _ in targets if target.suffix == ".svg"}
+    all_loaded = {target for targets in loaded.values() for target, _ in targets}
+    pictures = {target.name for target in all_loaded if target.suffix == ".svg" and target.parent.name == "pictures"}
     assert pictures == {path.name for path in (ROOT / "docs/pictures").glob("*.svg")}
 
 
@@ -137,3 +138,11 @@ def test_long_names_in_tables_break_after_dots_and_underscores(hooks: ModuleType
     cell = "<td><a href='a.json'><code>a.b_c</code></a></td><td><code>a.b_c</code></td>"
     broken = "<td><a href='a.json'><code>a.<wbr>b_<wbr>c</code></a></td><td><code>a.b_c</code></td>"
     assert hooks.on_page_content(cell, None, None, None) == broken
+
+
+def test_short_flags_in_tables_do_not_break(hooks: ModuleType) -> None:
+    """Short code with a hyphen stays on one line in a table. Long code, and code outside of tables, may break."""
+    text, long = "<p><code>--a b</code></p>", f"<td><code>--{'a' * 40}</code></td>"
+    assert hooks.on_page_content(text + long, None, None, None) == text + long
+    short = hooks.on_page_content("<td>or <code>--a b</code></td>", None, None, None)
+    assert short == '<td>or <code class="flag">--a b</code></td>'

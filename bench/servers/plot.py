@@ -20,7 +20,8 @@ LABELS = {
     "raw": "HiCacheConnector, unpacked",
     "hicache": "HiCacheConnector",
 }
-_TITLE = "320 turns of agents under vLLM, one H200: seconds until the last answer"
+_TITLE = "320 turns of agents under vLLM, one H200"
+_GAP_ROWS = 0.9  # height of the heading of a group, in bars
 _GREY = "#8f98a3"  # colour of the other modes, readable on both backgrounds
 _THEMES = {  # background, text, colours of hicache's modes
     "light": ("white", "#1b1f24", {"raw": "#56b4e9", "hicache": "#0072b2"}),
@@ -58,8 +59,8 @@ def write_plots(reports: Sequence[Report], folder: Path) -> list[Path]:
 
 
 def _draw(found: Mapping[str, Points], background: str, text: str, colours: Mapping[str, str], path: Path) -> None:
-    """Draw a horizontal bar for each mode and size, from the smallest size to the largest. A bar is the median of its
-    runs, and its whisker is their range."""
+    """Draw a horizontal bar for each mode and size, in a group for each size, from the smallest size to the largest. A
+    bar is the median of its runs, and its whisker is their range."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -69,12 +70,14 @@ def _draw(found: Mapping[str, Points], background: str, text: str, colours: Mapp
         ((size, mode, seconds) for mode, points in found.items() for size, seconds in points.items()),
         key=lambda bar: (bar[0], list(LABELS).index(bar[1])),
     )
+    groups = sorted({size for size, _, _ in bars if size})
+    rows = [row + _GAP_ROWS * sum(group <= size for group in groups) for row, (size, _, _) in enumerate(bars)]
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style = {**mpl.rcParamsDefault, **dict.fromkeys(names, text), "axes.facecolor": background, "font.size": 12}
     with mpl.rc_context(style):  # ignores the user's matplotlibrc
-        figure = Figure(figsize=(8, 1.3 + 0.45 * len(bars)), layout="constrained", facecolor=background)
+        figure = Figure(figsize=(8, 1.6 + 0.45 * (rows[-1] + 1)), layout="constrained", facecolor=background)
         axes = figure.subplots()
-        for row, (_, mode, seconds) in enumerate(bars):
+        for row, (_, mode, seconds) in zip(rows, bars, strict=True):
             median = percentile(seconds, 50)
             axes.barh(row, median, height=0.72, color=colours[mode])
             if min(seconds) < max(seconds):
@@ -84,17 +87,30 @@ def _draw(found: Mapping[str, Points], background: str, text: str, colours: Mapp
             axes.annotate(
                 f"{median:.1f} s", (max(seconds), row), (6, 0), va="center", textcoords="offset points", weight=weight
             )
-        axes.set_yticks(
-            range(len(bars)), [f"{LABELS[mode]}, {size:g} GiB" if size else LABELS[mode] for size, mode, _ in bars]
-        )
-        axes.invert_yaxis()
+        axes.set_yticks(rows, [LABELS[mode] for _, mode, _ in bars])
+        for size in groups:  # the heading of a group is above its first bar
+            first = rows[next(index for index, bar in enumerate(bars) if bar[0] == size)]
+            axes.annotate(
+                f"{size:g} GiB of CPU memory",
+                (0, first - _GAP_ROWS / 2 - 0.45),
+                (-3.5, 0),  # as the labels of bars
+                va="center",
+                ha="right",
+                textcoords="offset points",
+                weight="bold",
+                annotation_clip=False,
+            )
+        axes.set_ylim(rows[-1] + 0.6, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.set_xticks([])
+        axes.set_xlabel("seconds until the last answer; less is better", loc="left")
         axes.margins(x=0.12)  # leaves space for the numbers
         for side in ("top", "right", "bottom"):
             axes.spines[side].set_visible(False)
         figure.suptitle(_TITLE, x=0.01, ha="left", fontsize=12, weight="bold")
         counts = sorted({len(seconds) for _, _, seconds in bars})
-        runs = f"median and range of {counts[-1]} runs" + ("; bars without a range: one run" if counts[0] == 1 else "")
-        axes.set_title(f"shorter is better; {runs}", loc="left", fontsize=10)
+        runs = f"median and range of {counts[-1]} runs" if counts[-1] > 1 else "one run of each bar"
+        if counts[0] == 1 < counts[-1]:
+            runs += "; bars without a range: one run"
+        axes.set_title(runs, loc="left", fontsize=10)
         figure.savefig(path, dpi=150, metadata={"Software": None}, bbox_inches="tight", pad_inches=0.15)

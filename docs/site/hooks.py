@@ -43,7 +43,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def _filled(entry: Any) -> Any:
     """Replace the folders that a navigation entry names by lists of their pages."""
     pages = {
-        "decisions/": [f"decisions/{path.name}" for path in _decisions()],
+        "decisions/": [{"All decisions": "decisions/index.md"}, *(f"decisions/{path.name}" for path in _decisions())],
         "reference/": [f"reference/{name}.md" for name in _public_names()],
     }
     if isinstance(entry, list):
@@ -55,7 +55,7 @@ def _filled(entry: Any) -> Any:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for package, names in _public_names().items():
-        lines = [f"# {package}", "", *(f"::: {name}" for name in names), ""]
+        lines = [f"# hicache.{package}", "", *(f"::: {name}" for name in names), ""]
         files.append(File.generated(config, f"reference/{package}.md", content="\n".join(lines)))
     for path in sorted(_linked_outside()):
         files.append(File.generated(config, _place_of(path), abs_src_path=str(ROOT / path)))
@@ -78,7 +78,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep a number and its unit, and the groups of a number, on one line. In tables, names that are links may break
-    after a dot or an underscore. Other code is not changed."""
+    after a dot or an underscore, and short code with hyphens gets a class that keeps it on one line. Other code is not
+    changed."""
+    html = _CELL.sub(lambda cell: _FLAG.sub(r'<code class="flag">\1</code>', cell[0]), html)
     html = _LINKED_NAME.sub(lambda found: found[1] + re.sub(r"(?<=[._])", "<wbr>", found[2]), html)
     parts = _TAG.split(html)
     return "".join(part if _TAG.fullmatch(part) else _GAP.sub("\N{NO-BREAK SPACE}", part) for part in parts)
@@ -89,6 +91,8 @@ _PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)" width="(\d+)">\s*</picture>'
 )
 _LINKED_NAME = re.compile(r"(<td[^>]*>\s*<a [^>]*><code>)([^<]+)")
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_FLAG = re.compile(r"<code>(?=[^<]*-)([^<]{1,32})</code>")
 _TAG = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
 _GAP = re.compile(r"(?<=\d)[ \n](?=(?:\d{3}|[kMG]B/s|[kKMGT]i?B|m?s|tokens/s|%)(?!\w))")
 
@@ -104,7 +108,7 @@ def _packages_list() -> str:
     lines = []
     for package, names in _public_names().items():
         short = ", ".join(f"`{name.rpartition('.')[2]}`" for name in names)
-        lines.append(f"- [{package}]({package}.md): {short}")
+        lines.append(f"- [hicache.{package}]({package}.md): {short}")
     return "\n".join(lines)
 
 
