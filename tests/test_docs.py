@@ -98,7 +98,7 @@ def test_commands_exist(page: Path, commands: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name in ("docs", "decisions")], ids=lambda page: page.name
+    "page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")], ids=lambda page: page.name
 )
 def test_code_fits_into_the_column(page: Path) -> None:
     """Diagrams, commands and outputs of the site have at most 104 characters a line, so that no line is cut. Python in
