@@ -53,7 +53,8 @@ def disk(tmp_path: Path, name: str, shared: Path) -> dict[str, object]:
 def test_a_prompt_of_one_release_is_loaded_by_the_other(model: Path, tmp_path: Path, shared: Path) -> None:
     """A server of the other release loads the prompt from a copy of the weights at another path. By vLLM's own count
     the tokens of the prompt are cached, and the output is the same. Afterwards the disk of the second node has the
-    chunks. A third server, with `HiCacheConnector`, loads them too."""
+    chunks. Servers with `HiCacheConnector` share chunks with each other, but not with a tier of vLLM's own spec, which
+    does not know all settings of the model."""
     assert OTHER is not None
     other_model = tmp_path / "data" / "x"
     shutil.copytree(model, other_model)
@@ -64,8 +65,10 @@ def test_a_prompt_of_one_release_is_loaded_by_the_other(model: Path, tmp_path: P
     assert second.cached == [[CACHED, CACHED]] and second.outputs == first.outputs
     assert_bytes(second, first)
     connector = {"connector": "HiCacheConnector", "is_patient": True}
-    third = Node(HERE, other_model, disk(tmp_path, "c", shared), ["run each"], **connector).result()
-    assert third.cached == second.cached and third.outputs == first.outputs
+    third = Node(HERE, other_model, disk(tmp_path, "c", shared), ["run each", "copy"], **connector).result()
+    assert third.cached == first.cached and third.outputs == first.outputs
+    fourth = Node(OTHER, model, disk(tmp_path, "d", shared), ["run each"], **connector).result()
+    assert fourth.cached == second.cached and fourth.outputs == first.outputs
 
 
 def assert_bytes(read: Result, written: Result) -> None:
