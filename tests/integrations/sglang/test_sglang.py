@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(2400)  # a start of SGLang takes a minute on a 
 
 SUPPORT = Path(sglang_server.__file__).parent
 PROMPTS = [random.Random(number).choices(range(10, 250), k=1027) for number in range(3)]
-ARGUMENTS = argparse.Namespace(model="", device=torch.device("cpu"), small=True, layers=0)
+ARGUMENTS = argparse.Namespace(model="", device=torch.device("cpu"), small=True, layers=0, write_policy="write_back")
 
 
 def served(folder: Path, mode: str) -> tuple[list[int], list[list[int]]]:
