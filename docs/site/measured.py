@@ -144,7 +144,7 @@ ROWS: tuple[tuple[Row, ...], ...] = (
     ),
     (
         Row(
-            f"{_ON_DISK}, GPU cache capped at 180 000 tokens, one run, with an earlier load gate",
+            f"{_ON_DISK}, GPU cache capped at 180 000 tokens, one run, first version of the load gate",
             "servers.vllm.agents.disk.over_fs",
             "servers-disk-96gib-nvidia-h200.json",
             "{value:.1f} s",
