@@ -175,7 +175,7 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, connector: dict[str,
             "spec_name": "HiCacheOffloadingSpec",
             "spec_module_path": "hicache.integrations.vllm",
             "cpu_bytes_to_use": cpu_bytes,
-            "disk": {"path": str(tmp_path), "budget": "256MB", "prefill_tokens_per_s": 0},
+            "disk": {"path": str(tmp_path), "budget": "256MB", "prefill_tokens_per_s": 1e-3},
         }
         ended = serve(model, extra, [*steps, "forget"], in_process=False, llm=llm, **connector)
         shared = re.findall(r"/dev/shm/vllm_offload_\S+?\.mmap", ended.log)
