@@ -140,9 +140,9 @@ def test_long_names_in_tables_break_after_dots_and_underscores(hooks: ModuleType
     assert hooks.on_page_content(cell, None, None, None) == broken
 
 
-def test_short_flags_in_tables_do_not_break(hooks: ModuleType) -> None:
-    """Short code with a hyphen stays on one line in a table. Long code, and code outside of tables, may break."""
-    text, long = "<p><code>--a b</code></p>", f"<td><code>--{'a' * 40}</code></td>"
-    assert hooks.on_page_content(text + long, None, None, None) == text + long
-    short = hooks.on_page_content("<td>or <code>--a b</code></td>", None, None, None)
-    assert short == '<td>or <code class="flag">--a b</code></td>'
+def test_short_flags_do_not_break(hooks: ModuleType) -> None:
+    """Short code with a hyphen stays on one line. Long code, and blocks of code, may break."""
+    long = f"<td><code>--{'a' * 40}</code></td><pre><code>--a b</code></pre>"
+    assert hooks.on_page_content(long, None, None, None) == long
+    short = hooks.on_page_content("<p>or <code>--a b</code></p>", None, None, None)
+    assert short == '<p>or <code class="flag">--a b</code></p>'
