@@ -160,7 +160,7 @@ class _Served:
             variant += [] if clients == usual.clients else [f"c{clients}"]
             variant += [] if gpu_tokens == usual_tokens else [f"gpu{gpu_tokens}"]
             variant += ["tmpfs"] if files == "tmpfs" else []
-            variant += [] if self.args.write_policy == _WRITE_POLICIES[0] else [self.args.write_policy]
+            variant += [self.args.write_policy] if is_sglang and self.args.write_policy != _WRITE_POLICIES[0] else []
             about = (workload.name, workload.label, clients)
             for cpu_gib in [0.0] if mode == "none" else sizes:
                 setting = Setting(self.args.server, mode, *about, cpu_gib, gpu_tokens, files, ".".join(variant))
