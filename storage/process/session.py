@@ -85,8 +85,8 @@ class Session(Connection):
 
     @property
     def keeps_process(self) -> bool:
-        """Return whether the process must not end yet because of this session. A client of a remote store, joined or
-        ended, does not keep the process, because a call to this store may hang."""
+        """Return whether the process must not end yet because of this session. A joined client does not keep the
+        process, nor does the ended client of a remote store, because a call to this store may hang."""
         is_on_disk = self._service is not None and self._service.is_on_disk
         return not self._is_joined and (not self._ended or is_on_disk)
 
