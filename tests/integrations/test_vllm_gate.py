@@ -71,7 +71,7 @@ class Case:
         self.gate.step((), ())
         for start in (0, half):
             self.after(seconds / 2)
-            self.gate.stored(request, start, start + half)
+            self.gate.stored(request, [(start, start + half)])
             self.gate.step((), ())
         self.gate.forget(request)
 
@@ -265,7 +265,7 @@ class Timed:
         """Let time pass, report the chunks stored meanwhile, and begin the next step."""
         self.clock.now_s += seconds
         for request, start, end in stored:
-            self.timer.computed(request, start, end)
+            self.timer.computed(request, [(start, end)])
         self.timer.step()
 
     def begin(self, *requests: str, start: int = 0, end: int = 8192) -> None:
@@ -315,3 +315,41 @@ def test_what_says_nothing_of_prefill_does_not_count() -> None:
     timed.step(("b", 24576, 32768), seconds=60)
     timed.step()
     assert timed.cost.prefill_s(8192, 16384) == pytest.approx(0.25)
+
+
+def test_chunks_that_are_copied_again_do_not_count_as_computed() -> None:
+    """vLLM copies chunks of the prompt's prefix again if the CPU tier has evicted them, together with the computed
+    chunks. The tokens between both, which the GPU had or loaded, do not count."""
+    timed = Timed()
+    timed.step()
+    timed.begin("a", start=4096, end=16384)
+    timed.step()
+    timed.timer.computed("a", [(0, 128), (2048, 2176), (12288, 14336), (14336, 16384)])
+    timed.step()
+    timed.step()
+    assert timed.cost.prefill_s(12288, 16384) == pytest.approx(0.25)
+
+
+def test_loaded_tokens_do_not_count_as_computed() -> None:
+    """Of a prompt of 80 chunks the disk has 60. The speed follows from the last 20 chunks, although vLLM copies loaded
+    chunks to the CPU tier again; after an abandoned load also from the tokens that were not read."""
+    for read_to, computed_s in ((60, 0.5), (40, 1.0)):
+        case = Case(num_readers=1)
+        case.read(1.0)
+        request, candidate = case.add_candidate(80 * CHUNK)
+        case.gate.step((), ())
+        case.gate.decide(request, spans_of(60 * CHUNK), CHUNK_BYTES, IDLE)
+        assert candidate.loads
+        if read_to < 60:
+            case.after(1e4)
+            assert case.gate.abandons(request, read_to * CHUNK, 60 * CHUNK, 0.0)
+        case.gate.loaded(request)
+        case.gate.step([request], ())
+        case.after(computed_s)
+        case.gate.step((), ())
+        spans = spans_of(80 * CHUNK)
+        case.gate.stored(request, [spans[0], spans[30], *spans[read_to:]])
+        case.after(computed_s)
+        case.gate.step((), ())
+        case.gate.step((), ())
+        assert case.cost.prefill_s(read_to * CHUNK, 80 * CHUNK) == pytest.approx(computed_s)

@@ -129,8 +129,19 @@ class Admission:
     def span(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, int] | None:
         """Return the tokens [start, end) of the prompt from the first chunk to the last chunk; None without chunks, or
         if vLLM does not report the tokens of a chunk."""
-        spans = self._spans(chunks, req_context)
+        spans = self.spans(chunks, req_context)
         return (min(start for start, _ in spans), spans[-1][1]) if spans else None
+
+    def spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
+        """Return the tokens [start, end) of each chunk, ordered by end. Returns [] if vLLM does not report the tokens
+        of a chunk."""
+        spans = []
+        for chunk in chunks:
+            end = req_context.get_offload_key_position(chunk)
+            if end is None:
+                return []
+            spans.append((end - self._chunk_tokens.get(get_offload_group_idx(chunk), 0), end))
+        return sorted(spans, key=lambda span: span[1])
 
     def _add_candidate(self, chunk: OffloadKey, start: int, req_context: ReqContext) -> Candidate:
         """Start a candidate for the request. If the request already has a candidate, the CPU tier has evicted chunks
@@ -146,7 +157,7 @@ class Admission:
     def _decide(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
         # A chunk that another request has loaded since the look-up, or is loading, needs no row and no read.
         chunks = self._cpu_rows.lacking(held) or held
-        spans = self._spans(chunks, req_context)
+        spans = self.spans(chunks, req_context)
         if not spans:
             return
         end_of = req_context.get_offload_key_position
@@ -161,14 +172,3 @@ class Admission:
         self._gate.decide(request, spans, self._chunk_bytes, queue, rows, is_remote)
         if candidate.loads:
             self._cpu_rows.keep(req_context, candidate.until, self.promotions(req_context))
-
-    def _spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
-        """Return the tokens [start, end) of each chunk, ordered by end. Returns [] if vLLM does not report the tokens
-        of a chunk."""
-        spans = []
-        for chunk in chunks:
-            end = req_context.get_offload_key_position(chunk)
-            if end is None:
-                return []
-            spans.append((end - self._chunk_tokens.get(get_offload_group_idx(chunk), 0), end))
-        return sorted(spans, key=lambda span: span[1])

@@ -74,17 +74,20 @@ class PrefillTimer:
         that have to be computed."""
         self._prompts[request] = _Prompt(self._clock(), start, end)
 
-    def computed(self, request: str, start: int, end: int) -> None:
-        """Record that tokens [start, end) of a request have been copied to the CPU tier, so they have been computed."""
+    def computed(self, request: str, spans: Sequence[tuple[int, int]]) -> None:
+        """Record that chunks of a request have been copied to the CPU tier, so they have been computed. `spans`: tokens
+        [start, end) of each chunk, ordered by end. Tokens between chunks do not count, because vLLM also copies chunks
+        that the GPU had or that were loaded, if the CPU tier has evicted these chunks."""
         prompt = self._prompts.get(request)
         if prompt is None:
             return
-        start, end = max(start, prompt.start), min(end, prompt.end)
-        if start < end:
-            self._begin_s = min(self._begin_s, prompt.begin_s)
-            self._tokens += end - start
-            self._positions += (end - start) * (start + end) / 2
-            prompt.start = end
+        for chunk_start, chunk_end in spans:
+            start, end = max(chunk_start, prompt.start), min(chunk_end, prompt.end)
+            if start < end:
+                self._begin_s = min(self._begin_s, prompt.begin_s)
+                self._tokens += end - start
+                self._positions += (end - start) * (start + end) / 2
+                prompt.start = end
         if prompt.start >= prompt.end:
             del self._prompts[request]
 
@@ -340,6 +343,8 @@ class LoadGate(ServerLoadPolicy):
         if not self._is_stalled(progress_s, start, end, candidate.num_delayed if candidate else 0, store):
             return False
         self.abandon()
+        if candidate:
+            candidate.computed_from = min(candidate.computed_from, start)
         return True
 
     def read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
@@ -350,9 +355,10 @@ class LoadGate(ServerLoadPolicy):
         """Record that the request has no more loads in flight."""
         self._at_disk.discard(request)
 
-    def stored(self, request: str, start: int, end: int) -> None:
-        """Record that tokens [start, end) of the request's prompt were computed and copied to the CPU tier."""
-        self._timer.computed(request, start, end)
+    def stored(self, request: str, spans: Sequence[tuple[int, int]]) -> None:
+        """Record that chunks of the request's prompt were copied to the CPU tier. `spans`: tokens [start, end) of each
+        chunk, ordered by end."""
+        self._timer.computed(request, spans)
 
     def step(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
         """Record the end of a scheduler step, after which the GPU computes the step. `scheduled`: requests that the
@@ -368,7 +374,7 @@ class LoadGate(ServerLoadPolicy):
             self._begin(request)
             if request in self._candidates:
                 candidate = self._candidates[request]
-                self._timer.begin(request, candidate.start, candidate.end)
+                self._timer.begin(request, candidate.computed_from, candidate.end)
 
     def forget_candidate(self, request: str) -> None:
         """Remove the decision on a request, because its chunks are looked up again."""

@@ -256,9 +256,7 @@ class HiCacheTier(SecondaryTierManager):
         Chunks that do not fit their packed row stay in CPU memory, and the job stores only the other chunks. Chunks of
         the last request of a session are not stored."""
         chunks, pages = tuple(job_metadata.keys), self._pages(job_metadata)
-        span = self._admission.span(chunks, job_metadata.req_context)
-        if span is not None:
-            self.gate.stored(job_metadata.req_context.req_id, *span)
+        self.gate.stored(job_metadata.req_context.req_id, self._admission.spans(chunks, job_metadata.req_context))
         chunks, pages = self._packed_chunks(chunks, pages)
         is_costly = self._is_costly(job_metadata.req_context)
         is_wanted = self._config.stores(is_costly=is_costly) and not hints_of(job_metadata.req_context).session_end
