@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from hicache.errors import ConfigError
 from hicache.integrations.server_store import Devices, server_fields
 from hicache.integrations.vllm.row_packing import RowPacking
+from hicache.integrations.vllm.unreported_settings import ModelFiles
 from hicache.integrations.weights import weights_digest
 from hicache.storage import PageFilter, PageFormat
 
@@ -28,16 +29,19 @@ def identity_of(
     packing: RowPacking | None = None,
     unreported: Mapping[str, str] = MappingProxyType({}),
     devices: Devices = "same",
+    models: Sequence[ModelFiles] = (),
 ) -> dict[str, str | int]:
     """Return the identity of chunks. `row_bytes`: bytes of a chunk in vLLM's CPU tier, including the parts of all
     workers.
 
     `unreported`: settings that vLLM does not pass to a spec, by the name of their field; "" means no setting
-    (`unreported_settings`). `devices`: whether different kinds of GPUs share chunks.
+    (`unreported_settings`). `devices`: whether different kinds of GPUs share chunks. `models`: the files of the model
+    and of its draft models; by default the files that the model's name means.
 
     vLLM reports only the model's name. If the model's files are on this machine, the digest of their bytes identifies
     the model. The name, which may be a path, and the release of vLLM are then only recorded. The user must express the
-    weights behind the name of an adapter in the salt, and, without `unreported`, all settings of the model.
+    weights behind the name of an adapter in the salt, and, without `unreported` and `models`, all settings of the
+    model.
 
     The identity does not include the number of workers if each worker writes its own heads into one canonical row. vLLM
     refuses to start a worker that cannot write this row.
@@ -53,7 +57,8 @@ def identity_of(
         "canonical": config.canonical_layout,
     }
     layout_digest = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
-    weights = weights_digest(config.model.name)
+    target, *drafts = models or (ModelFiles(config.model.name),)
+    weights = weights_digest(*target)
     fields: dict[str, str | int] = {
         **server_fields("vllm", release),
         "model_name" if weights else "model": config.model.name,
@@ -68,6 +73,10 @@ def identity_of(
     }
     if packing is not None:
         fields["packing"] = packing.name
+    if target.download_dir and not weights:
+        fields["download_dir"] = target.download_dir
+    if drafts:
+        fields["draft_weights"] = ",".join(weights_digest(*draft) for draft in drafts)
     for name, text in unreported.items():
         if text:
             fields[name] = hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -47,7 +47,7 @@ from hicache.integrations.vllm.region_allocation import without_allocation
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
 from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
 from hicache.integrations.vllm.row_packing import RowPacking, format_of, row_packing
-from hicache.integrations.vllm.unreported_settings import set_unreported_settings
+from hicache.integrations.vllm.unreported_settings import ModelFiles, set_unreported_settings
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +94,14 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     scheduler's process, for the manager, and in the process of each worker. Raises ConfigError for wrong settings.
 
     `row_packing`: the packing of rows, which the tiers below the CPU tier need; None if rows have vLLM's own bytes.
-    `recurrent_states`, `model_settings`: what vLLM does not report to a spec, for the identity of a store
-    (`unreported_settings`); set only in the scheduler's process. `is_fallback`: HiCacheConnector uses this spec,
-    because it cannot store chunks when the GPU evicts them.
+    `recurrent_states`, `model_settings`, `model_files`: values that vLLM does not report to a spec, for the identity of
+    a store (`unreported_settings`); set only in the scheduler's process. `is_fallback`: HiCacheConnector uses this
+    spec, because it cannot store chunks when the GPU evicts them.
     """
 
     recurrent_states: str = ""
     model_settings: str = ""
+    model_files: tuple[ModelFiles, ...] = ()
     is_fallback: bool = False
     _worker: HiCacheOffloadingWorker | None
 

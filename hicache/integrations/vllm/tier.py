@@ -63,6 +63,7 @@ from hicache.integrations.vllm.tier_metrics import (
     misfit_pages,
     waited_requests,
 )
+from hicache.integrations.vllm.unreported_settings import ModelFiles
 from hicache.metrics import Metrics
 from hicache.pages.misses import MissReason, MissReasons
 from hicache.pages.table import names_of
@@ -165,15 +166,18 @@ class HiCacheTier(SecondaryTierManager):
         self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
         is_hicache_spec = isinstance(offloading_spec, HiCacheOffloadingSpec)
         self._packing = offloading_spec.row_packing if is_hicache_spec else None
-        unreported = {}
+        unreported, models = dict[str, str](), tuple[ModelFiles, ...]()
         if is_hicache_spec:
             unreported = {"states": offloading_spec.recurrent_states, "settings": offloading_spec.model_settings}
+            models = offloading_spec.model_files
         # Pages of a remote store do not belong to this server, so no events report them.
         has_events = bool(config.path) and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if has_events else None
         self._server = ServerStore.open(
             config,
-            identity_of(offloading_spec.config, vllm_release(), row_bytes, self._packing, unreported, config.devices),
+            identity_of(
+                offloading_spec.config, vllm_release(), row_bytes, self._packing, unreported, config.devices, models
+            ),
             [page_format(offloading_spec.config.model.dtype, row_bytes, is_packed=self._packing is not None)],
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,

@@ -2,6 +2,8 @@
 
     settings of the model   a server with another revision, other overrides of the configuration, another attention
                             backend or another draft model computes other keys and values for the same tokens
+    files of the models     the revision and the folder of the snapshots whose weights vLLM has loaded, and the draft
+                            model
     recurrent states        vLLM pads them to the size of an attention block, so chunks with states of different dtypes
                             have equal sizes
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -29,9 +31,18 @@ INIT = OffloadingConnectorScheduler.__init__
 _IRRELEVANT = {"_name_or_path", "name_or_path", "transformers_version"}
 
 
+class ModelFiles(NamedTuple):
+    """The files of a model: a folder or a file, or a snapshot of a hub model in the cache `download_dir`, the default
+    cache if None."""
+
+    model: str
+    revision: str | None = None
+    download_dir: str | None = None
+
+
 def set_unreported_settings() -> None:
-    """Replace vLLM's constructor in this process by one that sets `recurrent_states` and `model_settings` of the spec.
-    Idempotent."""
+    """Replace vLLM's constructor in this process by one that sets `recurrent_states`, `model_settings` and
+    `model_files` of the spec. Idempotent."""
     OffloadingConnectorScheduler.__init__ = _init
 
 
@@ -41,6 +52,7 @@ def _init(
 ) -> None:
     spec.recurrent_states = recurrent_states(kv_cache_config)
     spec.model_settings = model_settings(vllm_config)
+    spec.model_files = model_files(vllm_config)
     INIT(scheduler, spec, vllm_config, kv_cache_config)
 
 
@@ -61,16 +73,25 @@ def model_settings(vllm_config: VllmConfig) -> str:
     the model includes overrides and the scaling of positions."""
     if vllm_config.model_config is None:
         return ""
-    attention, draft = vllm_config.attention_config, None
-    if vllm_config.speculative_config is not None:
-        draft = vllm_config.speculative_config.draft_model_config
+    attention, draft = vllm_config.attention_config, _draft_of(vllm_config)
     settings = {
         "model": _about(vllm_config.model_config),
         "draft": None if draft is None else [draft.model, _about(draft)],
-        "download_dir": vllm_config.load_config.download_dir,
         "attention": [attention.backend, attention.backend_per_kind, attention.flash_attn_version],
     }
     return json.dumps(settings, sort_keys=True, default=str)
+
+
+def model_files(vllm_config: VllmConfig) -> tuple[ModelFiles, ...]:
+    """Return the files of the model, and of the draft model if there is one; () without a model."""
+    models = [model for model in (vllm_config.model_config, _draft_of(vllm_config)) if model is not None]
+    folder = vllm_config.load_config.download_dir
+    return tuple(ModelFiles(model.model, model.revision, folder) for model in models)
+
+
+def _draft_of(vllm_config: VllmConfig) -> ModelConfig | None:
+    speculative = vllm_config.speculative_config
+    return None if speculative is None else speculative.draft_model_config
 
 
 def _about(model: ModelConfig) -> list[Any]:

@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.integrations.vllm.identity import identity_of
+from hicache.integrations.vllm.unreported_settings import ModelFiles
 from vllm_tier_case import CONFIG, ROW_BYTES, key, place, scheduler
 
 HEADS, TOKENS, WIDTH, LAYERS, BLOCKS = 2, 32, 32, ("a", "b"), 8
@@ -194,17 +195,29 @@ def test_the_size_is_left_out_of_an_identity_where_both_hold(is_canonical: bool,
 
 
 @pytest.mark.smoke
-def test_an_identity_has_every_byte_of_the_weights(tmp_path: Path) -> None:
-    """The identity includes every byte of the weights of a model folder: if one byte changes, the pages are those of
-    another model."""
+@pytest.mark.parametrize("place", ["folder", "branch", "draft"])
+def test_an_identity_has_every_byte_of_the_weights(tmp_path: Path, place: str) -> None:
+    """The identity includes every byte of the weights of a model folder, of the snapshot that `--revision` names in
+    `--download-dir`, and of a draft model: if one byte changes, the pages are those of another model."""
+    folder, field = tmp_path, "draft_weights" if place == "draft" else "weights"
+    models = {"folder": (), "draft": (ModelFiles("target"), ModelFiles(str(tmp_path)))}
+    if place == "branch":
+        models[place] = (ModelFiles("some/model", "branch", str(tmp_path)),)
+        hub = tmp_path / "models--some--model"
+        folder = hub / "snapshots" / "abc"
+        folder.mkdir(parents=True)
+        (hub / "refs").mkdir()
+        (hub / "refs" / "branch").write_text("abc")
+        (folder / "config.json").write_text("{}")
 
     def identity() -> dict[str, str | int]:
-        model = replace(CONFIG.model, name=str(tmp_path))
-        return identity_of(replace(CONFIG, model=model), "0.33", ROW_BYTES)
+        model = replace(CONFIG.model, name=str(tmp_path) if place == "folder" else "some/model")
+        return identity_of(replace(CONFIG, model=model), "0.33", ROW_BYTES, models=models[place])
 
     weights = bytearray(1 << 21)
-    (tmp_path / "model.safetensors").write_bytes(weights)
+    (folder / "model.safetensors").write_bytes(weights)
     before = identity()
     weights[100_000] ^= 1
-    (tmp_path / "model.safetensors").write_bytes(weights)
-    assert before == {**identity(), "weights": before["weights"]} != identity()
+    (folder / "model.safetensors").write_bytes(weights)
+    assert len(str(before[field])) == 32
+    assert before == {**identity(), field: before[field]} != identity()

@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from hicache.integrations.vllm import HiCacheOffloadingSpec
-from hicache.integrations.vllm.unreported_settings import INIT, model_settings
+from hicache.integrations.vllm.unreported_settings import INIT, ModelFiles, model_files, model_settings
 from vllm_offload_case import BLOCK_TOKENS, Cache, offloading_config
 
 HYBRID = Cache(widths=(4096,), groups=((0,), (0,)))
@@ -55,8 +55,9 @@ def test_states_of_other_dtypes_have_a_store_of_their_own(tmp_path: Path) -> Non
 def test_settings_of_the_model_that_decide_keys_and_values_name_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two servers have equal settings only if revision, configuration with its overrides, attention backend, download
-    directory and draft model are equal. Other settings, and another path of the same model, change nothing."""
+    """Two servers have equal settings only if revision, configuration with its overrides, attention backend and draft
+    model are equal. Other settings, and another path of the same model, change nothing. The files of the models are
+    those that vLLM loads: of the revision, in the download directory, and of the draft model."""
     monkeypatch.chdir(tmp_path)  # vLLM runs `python -m`, which would import the checkout's folder hicache
     for name in ("model", "copy", "draft"):
         config = LlamaConfig(
@@ -68,9 +69,12 @@ def test_settings_of_the_model_that_decide_keys_and_values_name_a_store(
         )
         config.save_pretrained(tmp_path / name)
 
-    def settings(name: str = "model", **changes: Any) -> str:
+    def config(name: str = "model", **changes: Any) -> VllmConfig:
         arguments = EngineArgs(str(tmp_path / name), skip_tokenizer_init=True, max_model_len=64, dtype="float32")
-        return model_settings(replace(arguments, **changes).create_engine_config())
+        return replace(arguments, **changes).create_engine_config()
+
+    def settings(name: str = "model", **changes: Any) -> str:
+        return model_settings(config(name, **changes))
 
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
     draft = {"model": str(tmp_path / "draft"), "method": "draft_model", "num_speculative_tokens": 1}
@@ -80,10 +84,16 @@ def test_settings_of_the_model_that_decide_keys_and_values_name_a_store(
         {"hf_overrides": {"rope_parameters": rope}},
         {"hf_overrides": {"rope_parameters": rope | {"factor": 4.0}}},
         {"attention_backend": "TRITON_ATTN"},
-        {"download_dir": str(tmp_path)},
         {"speculative_config": draft},
     ]
     found = [settings(), *(settings(**changes) for changes in others)]
     assert len({*found}) == len(found)
     assert settings("copy") == settings(max_num_seqs=3, seed=7) == found[0] != ""
     assert model_settings(VllmConfig()) == ""
+    model, draft_model = str(tmp_path / "model"), str(tmp_path / "draft")
+    assert model_files(config()) == (ModelFiles(model),)
+    assert model_files(config(revision="a", download_dir="b", speculative_config=draft)) == (
+        ModelFiles(model, "a", "b"),
+        ModelFiles(draft_model, None, "b"),
+    )
+    assert model_files(VllmConfig()) == ()
