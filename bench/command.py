@@ -25,7 +25,6 @@ from hicache import bench
 from hicache.bench.common import BenchModule, BenchUnavailable, Report, read_report
 from hicache.bench.compare import add_compare_flags, compare_command
 from hicache.bench.machine import RESULTS, machine_name
-from hicache.bench.servers.plot import write_plots
 from hicache.console import print_table
 
 _PLACES = ("--out", "--resume")
@@ -85,10 +84,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     run_parser = commands.add_parser("run", help="run one benchmark, a small set, or all", allow_abbrev=False)
     run_parser.add_argument("name", help=named)
     run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments; `run NAME --help` shows them")
-    text = "plot the makespan of servers over CPU memory, as PNG for a light and a dark page"
-    plot = commands.add_parser("plot", help=text, description=text, allow_abbrev=False)
-    plot.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of the benchmark servers")
-    plot.add_argument("folder", type=Path, metavar="FOLDER", help="of the pictures")
     text = "compare two result files, or two folders of them"
     add_compare_flags(commands.add_parser("compare", help=text, description=text, allow_abbrev=False))
 
@@ -98,9 +93,6 @@ def run(flags: argparse.Namespace) -> int:
     input."""
     if flags.bench_command == "compare":
         return compare_command(flags)
-    if flags.bench_command == "plot":
-        print(*write_plots([read_report(file) for file in flags.files], flags.folder), sep="\n")
-        return 0
     benches, broken = find_benches()
     if flags.bench_command == "list":
         _list(benches, broken)

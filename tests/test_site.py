@@ -128,12 +128,6 @@ def test_numbers_and_units_stay_on_one_line(hooks: ModuleType, site: Path) -> No
     assert re.search("[0-9]\N{NO-BREAK SPACE}s\\b", (site / "performance.html").read_text())
 
 
-def test_a_picture_with_a_dark_version_follows_the_theme(pages: dict[Path, _Page], site: Path) -> None:
-    for page in ("index.html", "performance.html"):
-        loaded = [file for file in pages[site / page].loaded if "makespan" in file]
-        assert loaded == ["pictures/makespan-light.png#only-light", "pictures/makespan-dark.png#only-dark"]
-
-
 def test_long_names_in_tables_break_after_dots_and_underscores(hooks: ModuleType) -> None:
     cell = "<td><a href='a.json'><code>a.b_c</code></a></td><td><code>a.b_c</code></td>"
     broken = "<td><a href='a.json'><code>a.<wbr>b_<wbr>c</code></a></td><td><code>a.b_c</code></td>"

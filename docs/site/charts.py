@@ -1,27 +1,32 @@
 """Charts of the result files and the picture of the demo, as SVG: `make tables` writes them into docs/pictures/.
 
 A chart compares the measured bar of each case with the other side of the case, its ceiling. A chart has one light and
-one dark palette, and the viewer's setting chooses. Text has no font of its own.
+one dark palette, and the viewer's setting chooses. Text has no font of its own. Drawings are narrow, so that their text
+is legible on a phone.
 """
 
 from __future__ import annotations
 
+import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hicache.bench.common import Case, Report, read_report
+from hicache.bench.common import Case, Report, percentile, read_report
 from hicache.bench.machine import RESULTS
+from hicache.bench.servers.runs import Run
 
 PICTURES = Path(__file__).resolve().parent.parent / "pictures"
-_WIDTH, _LABEL_WIDTH, _ROW, _BAR = 760, 300, 40, 14  # pixels of the drawing
+_WIDTH, _MARGIN, _BAR, _NUMBER_WIDTH = 440, 24, 13, 50  # pixels of the drawing
+_SHOWN = 540  # pixels of its width on a page that is wide enough
 _STYLE = """
   .card { fill: #ffffff; stroke: #d5dae0 } text { fill: #1b1f24 } .dim { fill: #59636e }
-  .own { fill: #0072b2 } .other { fill: #b4bcc6 }
+  .own { fill: #0072b2 } .other { fill: #b4bcc6 } .range { stroke: #1b1f24; stroke-width: 1.5 }
   @media (prefers-color-scheme: dark) {
     .card { fill: #161b22; stroke: #363c43 } text { fill: #e6edf3 } .dim { fill: #9aa4af }
-    .own { fill: #56b4e9 } .other { fill: #57606a }
+    .own { fill: #56b4e9 } .other { fill: #57606a } .range { stroke: #e6edf3 }
   }
 """
 
@@ -205,11 +210,63 @@ CHARTS = (
     ),
 )  # fmt: skip
 
+_MAKESPAN_FILES = ("servers-nvidia-h200.json", "servers-32gib-nvidia-h200.json", "servers-disk-96gib-nvidia-h200.json")
+_MODES = {
+    "none": "no CPU tier",
+    "cpu": "vLLM's CPU tier",
+    "lazy": "vLLM's lazy CPU tier",
+    "lmcache": "LMCache",
+    "hicache": "HiCacheConnector",
+}
+
 
 def charts(results: Path = RESULTS) -> dict[str, str]:
     """Return the SVG of each chart by the name of its file."""
     drawn = {f"measured-{chart.name}.svg": _bars(chart, results) for chart in CHARTS}
+    drawn["makespan.svg"] = makespan_chart([read_report(results / name) for name in _MAKESPAN_FILES])
     return drawn | {"demo.svg": terminal("hicache demo", demo_output())}
+
+
+def makespans(reports: Sequence[Report]) -> dict[tuple[float, str], list[float]]:
+    """Return the seconds until all agents' requests were answered under vLLM with the default sizes, by GiB of CPU
+    memory and mode. Runs of a size and mode come from the first report that has them, because reports may be of
+    different states of the code."""
+    found: dict[tuple[float, str], list[float]] = {}
+    for report in reports:
+        own = defaultdict(list)
+        for run in map(Run.from_json, report.runs):
+            at = run.setting
+            if (at.server, at.workload, at.variant) == ("vllm", "agents", "") and at.mode in _MODES:
+                own[at.cpu_gib, at.mode].append(run.makespan_s)
+        found = {**own, **found}
+    return dict(sorted(found.items(), key=lambda bar: (bar[0][0], list(_MODES).index(bar[0][1]))))
+
+
+def makespan_chart(reports: Sequence[Report]) -> str:
+    """Return a chart with a bar for each mode, in groups by the size of the CPU tier. A bar is the median of its runs,
+    and the line at its end is their range."""
+    found = makespans(reports)
+    title, x, y, group = "320 turns of agents under vLLM, one H200", 170, 44, 0.0
+    scale = (_WIDTH - _MARGIN - x - _NUMBER_WIDTH) / max(map(max, found.values()))
+    parts = [_heading([title], "seconds until the last answer; shorter bars are better")]
+    for (size, mode), seconds in found.items():
+        y += 24
+        if size > group:
+            parts.append(f'<g font-weight="bold">{_text(_MARGIN, y + 24, f"{size:g} GiB of CPU memory", 14)}</g>')
+            y, group = y + 38, size
+        low, median, high = (scale * seconds for seconds in (min(seconds), percentile(seconds, 50), max(seconds)))
+        is_own = mode == "hicache"
+        parts.append(_text(_MARGIN, y + 13, _MODES[mode], 14))
+        parts.append(_bar("own" if is_own else "other", x, y, median, 17))
+        if low < high:
+            path = f"M{x + low:.1f} {y + 4}v9m0 -4.5H{x + high:.1f}m0 -4.5v9"
+            parts.append(f'<path class="range" fill="none" d="{path}"/>')
+        weight = ' font-weight="bold"' if is_own else ""
+        parts.append(f"<g{weight}>{_text(x + 6 + high, y + 13, f'{percentile(seconds, 50):.1f} s', 14)}</g>")
+    most = max(map(len, found.values()))
+    note = f"median and range of {most} runs; bars without a range: one run"
+    parts.append(_text(_MARGIN, y + 46, note, 13, colour="dim"))
+    return _svg(y + 62, title, parts)
 
 
 def demo_output() -> list[str]:
@@ -247,31 +304,33 @@ def _cases(rows: Sequence[Row], default: str, results: Path) -> Iterator[tuple[R
 
 def _bars(chart: Chart, results: Path) -> str:
     cases = [*_cases(chart.rows, chart.file, results)]
-    values = [(case.value, case.ceiling) for _, case in cases]
-    top = max(max(own, other or 0) for own, other in values)
-    height, bars = 86 + _ROW * len(cases), _WIDTH - _LABEL_WIDTH - 90
-    parts = [
-        _heading(
-            chart.title,
-            f"{_UNITS.get(chart.unit, chart.unit)}; {'shorter' if chart.is_less_better else 'longer'} bars are better",
-        )
-    ]
-    other = chart.other or ("the one named in grey at the left" if any(row.other for row, _ in cases) else "")
-    parts.append(_legend(height - 14, [("own", chart.own), *([("other", other)] if other else [])]))
-    for index, ((row, _), (own, ceiling)) in enumerate(zip(cases, values, strict=True)):
-        y = 60 + index * _ROW
-        parts += [
-            _text(_LABEL_WIDTH, y + 12, row.label, 14, "end"),
-            _text(_LABEL_WIDTH, y + 27, row.other, 12, "end", "dim"),
-        ]
-        for offset, name, value in ((0, "own", own), (_BAR + 1, "other", ceiling)):
+    has_others = any(case.ceiling is not None for _, case in cases)
+    top = max(max(case.value, case.ceiling or 0) for _, case in cases)
+    scale = (_WIDTH - 2 * _MARGIN - _NUMBER_WIDTH) / top
+    titles = textwrap.wrap(chart.title, 52)
+    better = "shorter" if chart.is_less_better else "longer"
+    parts = [_heading(titles, f"{_UNITS.get(chart.unit, chart.unit)}; {better} bars are better")]
+    y = 42 + 18 * len(titles)
+    for row, case in cases:
+        parts.append(_text(_MARGIN, y + 13, row.label, 14))
+        parts.append(_text(_WIDTH - _MARGIN, y + 13, row.other, 13, "end", "dim"))
+        y += 19
+        for name, value in (("own", case.value), ("other", case.ceiling)):
             if value is not None:
-                width, x = max(1.0, bars * value / top), _LABEL_WIDTH + 12
-                size = f'y="{y + offset}" width="{width:.1f}" height="{_BAR}"'
-                parts.append(f'<rect class="{name}" x="{x}" {size} rx="2"/>')
-                colour = "" if name == "own" else "dim"
-                parts.append(_text(x + 6 + width, y + offset + 12, _number(value), 12, "start", colour))
-    return _svg(height, chart.title, parts)
+                width = max(1.0, scale * value)
+                parts.append(_bar(name, _MARGIN, y, width, _BAR))
+                parts.append(_text(_MARGIN + 6 + width, y + 11, _number(value), 13, colour="dim" * (name == "other")))
+                y += _BAR + 1
+        y += 9
+    if has_others:
+        other = chart.other or "the one named in grey at the right"
+        parts.append(_legend(y + 14, [("own", chart.own), ("other", other)]))
+        y += 20
+    return _svg(y + 10, chart.title, parts)
+
+
+def _bar(name: str, x: float, y: float, width: float, height: int) -> str:
+    return f'<rect class="{name}" x="{x}" y="{y}" width="{width:.1f}" height="{height}" rx="2"/>'
 
 
 def _text(x: float, y: float, text: str, size: int, anchor: str = "start", colour: str = "") -> str:
@@ -279,23 +338,24 @@ def _text(x: float, y: float, text: str, size: int, anchor: str = "start", colou
     return f'<text class="{colour}" {place}>{escape(text)}</text>' if text else ""
 
 
-def _heading(title: str, note: str) -> str:
-    return f'<g font-weight="bold">{_text(24, 28, title, 14)}</g>{_text(24, 47, note, 12, colour="dim")}'
+def _heading(titles: Sequence[str], note: str) -> str:
+    lines = "".join(_text(_MARGIN, 28 + 18 * index, title, 14) for index, title in enumerate(titles))
+    return f'<g font-weight="bold">{lines}</g>{_text(_MARGIN, 29 + 18 * len(titles), note, 13, colour="dim")}'
 
 
 def _legend(y: int, names: Sequence[tuple[str, str]]) -> str:
-    parts, x = [], _LABEL_WIDTH + 12
+    parts, x = [], _MARGIN
     for colour, name in names:
-        parts.append(f'<rect class="{colour}" x="{x}" y="{y - 10}" width="11" height="11" rx="2"/>')
-        parts.append(_text(x + 17, y, name, 12, colour="dim"))
-        x += 40 + 7 * len(name)
+        parts.append(_bar(colour, x, y - 10, 11, 11))
+        parts.append(_text(x + 17, y, name, 13, colour="dim"))
+        x += 36 + round(6.3 * len(name))
     return "".join(parts)
 
 
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:
-    body = "\n".join(parts)
+    body = "\n".join(filter(None, parts))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_SHOWN}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="14">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n"
         f'<rect class="card" x="1" y="1" width="{_WIDTH - 2}" height="{height - 2}" rx="10"/>\n{body}\n</svg>\n'

@@ -63,16 +63,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Insert the lists of pages, redirect links to files outside of docs/ to their copies, and let pictures with a dark
-    version follow the site's theme instead of the system's."""
+    """Insert the lists of pages, and redirect links to files outside of docs/ to their copies."""
     folder = os.path.dirname(page.file.src_uri)
 
     def moved(link: re.Match[str]) -> str:
         outside = _outside(folder, link[2])
         return link[0] if outside is None else link[1] + os.path.relpath(_place_of(outside), folder or ".")
 
-    image = r'<img alt="\2" src="%s" width="\4">'
-    markdown = _PICTURE.sub(image % r"\3#only-light" + image % r"\1#only-dark", markdown)
     return _LINK.sub(moved, _LIST.sub(lambda found: _LISTS[found[1]](), markdown))
 
 
@@ -86,10 +83,6 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return "".join(part if _TAG.fullmatch(part) else _GAP.sub("\N{NO-BREAK SPACE}", part) for part in parts)
 
 
-# A picture with a dark version: the dark file, the text, the light file and the width.
-_PICTURE = re.compile(
-    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)" width="(\d+)">\s*</picture>'
-)
 _LINKED_NAME = re.compile(r"(<td[^>]*>\s*<a [^>]*><code>)([^<]+)")
 _FLAG = re.compile(r"(?<!<pre>)<code>(?=[^<]*-)([^<]{1,32})</code>")
 _TAG = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)

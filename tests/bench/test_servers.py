@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from charts import makespan_chart, makespans
 
 import bench_server
 from hicache.bench import common, servers
 from hicache.bench.common import BenchUnavailable, Report, ResultError
 from hicache.bench.servers.cases import add_cases
 from hicache.bench.servers.lmcache import lmcache_server
-from hicache.bench.servers.plot import makespans
 from hicache.bench.servers.runs import Run, Setting, missing_runs, plan
 from hicache.bench.servers.workload import Workload
 from hicache.cli import main
@@ -127,27 +128,20 @@ def test_a_disk_is_compared_on_its_file_system_and_a_mode_with_itself() -> None:
     assert cases_of(*runs)["servers.vllm.agents.disk.gate"].ratio == 1.5
 
 
-def test_a_plot_shows_the_medians_of_each_mode_over_memory(tmp_path: Path) -> None:
-    """The plot leaves out variants and other modes. The two pictures of the plot are PNG. A file without a CPU tier is
-    refused."""
-    pytest.importorskip("matplotlib")
+def test_the_chart_of_makespans_has_the_median_of_each_mode_and_size() -> None:
+    """The chart leaves out variants and other modes. A mode and size of a later report is only used if no earlier
+    report has it."""
     runs = [run_of(setting("none"), 60.0)]
     runs += [run_of(setting(mode, gib), s) for mode in ("lazy", "hicache") for gib, s in ((96, 30.0), (32, 50.0))]
-    report = Report("servers", "gpu", {}, "", "", "", runs=[dataclasses.asdict(run) for run in runs])
-    for gib, about in ((32, {}), (64, {"variant": "c8"})):
-        report.runs.append(dataclasses.asdict(run_of(setting("hicache", gib, **about), 44.0)))
-    curve = {32: [50.0, 44.0], 96: [30.0]}
-    assert makespans([report]) == {"none": {0: [60.0]}, "lazy": {32: [50.0], 96: [30.0]}, "hicache": curve}
-    path = report.write(tmp_path)
-    older = [run_of(setting("none"), 70.0), run_of(setting("cpu", 32), 55.0)]
-    earlier = Report("servers", "gpu", {}, "", "", "", runs=[dataclasses.asdict(run) for run in older])
-    both = makespans([report, earlier])
-    assert both["none"] == {0: [60.0]} and both["cpu"] == {32: [55.0]} and both["hicache"] == curve
-    assert main(["bench", "plot", str(path), str(path), str(tmp_path)]) == 0
-    light, dark = (tmp_path / f"makespan-{theme}.png" for theme in ("light", "dark"))
-    assert light.read_bytes()[:4] == dark.read_bytes()[:4] == b"\x89PNG" and light.read_bytes() != dark.read_bytes()
-    report.runs = report.runs[:1]
-    assert main(["bench", "plot", str(report.write(tmp_path)), str(tmp_path)]) == 2
+    runs += [run_of(setting("hicache", 32), 44.5), run_of(setting("hicache", 64, variant="c8"), 44.0)]
+    later = [run_of(setting("none"), 70.0), run_of(setting("cpu", 32), 55.0)]
+    reports = [Report("servers", "gpu", {}, "", "", "", runs=[*map(dataclasses.asdict, of)]) for of in (runs, later)]
+    expected = {(0, "none"): [60.0], (32, "cpu"): [55.0], (32, "lazy"): [50.0], (32, "hicache"): [50.0, 44.5]}
+    expected |= {(96, "lazy"): [30.0], (96, "hicache"): [30.0]}
+    found = makespans(reports)
+    assert found == expected and [*found] == [*expected]
+    numbers = re.findall(r">([^<]*) s</text>", makespan_chart(reports))
+    assert numbers == ["60.0", "55.0", "50.0", "47.2", "30.0", "30.0"]
 
 
 @pytest.fixture
