@@ -151,7 +151,7 @@ def test_missed_targets_are_named() -> None:
     for path in (ROOT / "bench/results").glob("servers-*.json"):
         for case in read_report(path).cases:
             if case.note.startswith("target missed"):
-                rows = [line for line in page.splitlines() if line.startswith(f"| `{case.name.split('.', 2)[2]}`")]
+                rows = [line for line in page.splitlines() if line.endswith(f"| `{case.name.split('.', 2)[2]}` |")]
                 assert any("**missed**" in row for row in rows), case.name
 
 
