@@ -19,7 +19,7 @@ LIBRARY = README.parent / "docs/library.md"
 RESULTS = README.parent / "bench/results"
 _NUMBER = re.compile(r"(?<![\w.])\d{1,3}(?: \d{3})*(?:\.\d+)?")
 _ROW = re.compile(
-    r"^\| \*\*([^*|]+):\*\* ([^|;]+); ([^|]+) \| [^|]+ \| \[`([\w.]+)`\]\(bench/results/([\w.-]+\.json)\) \|$",
+    r"^\| \*\*([^*|]+):\*\* ([^|;]+); ([^|]+) \| [^|]+<br>\[<code>(.+)</code>\]\(bench/results/([\w.-]+\.json)\) \|$",
     re.MULTILINE,
 )
 
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def table_rows(text: str = "") -> list[Row]:
-    return [Row(*cells) for cells in _ROW.findall(text or README.read_text())]
+    return [Row(*cells) for cells in _ROW.findall((text or README.read_text()).replace("<wbr>", ""))]
 
 
 def is_rounded(figure: str, value: float) -> bool:
@@ -155,16 +155,16 @@ def test_a_row_is_the_first_one_whose_file_has_all_its_cases(tmp_path: Path) -> 
         report.case(f"servers.vllm.agents.over_{side}.64", [120.0], "s", better="lower", ceiling=seconds, note=note)
     report.write(tmp_path)
     others = "165.2 s with vLLM's lazy CPU tier, 170.0 with vLLM's CPU tier, 172.0 without a tier"
-    source = "[`servers.vllm.agents.over_lazy.64`](bench/results/servers-nvidia-h200.json) |"
+    source = "</code>](bench/results/servers-nvidia-h200.json) |"
     row = measured.measured_table(tmp_path)[0]
     assert row.startswith(f"| **1.4 times as fast:** 120.0 s; {others} |")
-    assert row.endswith(f", medians of 2 runs of each | {source}")
+    assert ", medians of 2 runs of each<br>[<code>servers.<wbr>vllm." in row and row.endswith(source)
     note = "hicache, 119 to 121 in 3 runs, over lmcache, 150 to 150 in 1 runs"
     name = "servers.vllm.agents.over_lmcache.64"
     report.case(name, [120.0], "s", better="lower", ceiling=150.0, note=note)
     report.write(tmp_path)
     row = measured.measured_table(tmp_path)[0]
-    assert f"; {others}, 150.0 with LMCache |" in row and row.endswith(f", one run of each | {source}")
+    assert f"; {others}, 150.0 with LMCache |" in row and ", one run of each<br>" in row and row.endswith(source)
     (tmp_path / "serving-nvidia-h200.json").unlink()
     with pytest.raises(LookupError, match=r"serving\.ttft\.host"):
         measured.measured_table(tmp_path)

@@ -128,12 +128,6 @@ def test_numbers_and_units_stay_on_one_line(hooks: ModuleType, site: Path) -> No
     assert re.search("[0-9]\N{NO-BREAK SPACE}s\\b", (site / "performance.html").read_text())
 
 
-def test_long_names_in_tables_break_after_dots_and_underscores(hooks: ModuleType) -> None:
-    cell = "<td><a href='a.json'><code>a.b_c</code></a></td><td><code>a.b_c</code></td>"
-    broken = "<td><a href='a.json'><code>a.<wbr>b_<wbr>c</code></a></td><td><code>a.b_c</code></td>"
-    assert hooks.on_page_content(cell, None, None, None) == broken
-
-
 def test_short_flags_do_not_break(hooks: ModuleType) -> None:
     """Short code with a hyphen stays on one line. Long code, and blocks of code, may break."""
     long = f"<td><code>--{'a' * 40}</code></td><pre><code>--a b</code></pre>"

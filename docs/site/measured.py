@@ -45,7 +45,7 @@ class Row:
     conclusion: str = ""
 
     def cells(self, cases: dict[str, Case], folder: str) -> list[str]:
-        """Result, workload, and a link to the file in `folder`."""
+        """Result, and workload with a link to the file in `folder`. The name of the case may break after a dot."""
         case = cases[self.case]
         assert case.ceiling is not None
         notes = {word: float(number) for word, number in re.findall(r"([a-z]+) (\d+\.?\d*)", case.note)}
@@ -56,7 +56,8 @@ class Row:
         runs = _runs([cases[name].note for name in (self.case, *self.others)]) if "{runs}" in self.what else ""
         measured = self.measured.format(value=case.value, **notes)
         result = f"**{conclusion(case, self.conclusion)}:** {_grouped(f'{measured}; {compared}')}"
-        return [result, self.what.replace("{runs}", runs), f"[`{self.case}`]({folder}/{self.file})"]
+        link = f"[<code>{self.case.replace('.', '.<wbr>')}</code>]({folder}/{self.file})"
+        return [result, f"{self.what.replace('{runs}', runs)}<br>{link}"]
 
 
 def conclusion(case: Case, words: str = "") -> str:
