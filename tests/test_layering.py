@@ -222,14 +222,14 @@ def test_the_page_of_architecture_draws_the_levels() -> None:
     import one another."""
     page = (ROOT / "docs/architecture.md").read_text()
     packages = page.partition("## The packages")[2].partition("\n## ")[0]
-    drawn = re.findall(r"^    \| (\w.*?) +\|  ", packages, re.MULTILINE)
+    drawn = re.findall(r"^\| (\w.*?) +\|  ", packages, re.MULTILINE)
     assert [tuple(re.findall(r"\w+", line)) for line in drawn] == [
         tuple(unit for unit in level if unit != "__main__") for level in LEVELS[1:]
     ]
     for line, (first, *others) in zip(drawn, LEVELS[1:], strict=True):
         assert ("|" in line) == (bool(others) and RANKS[first] not in SOCIABLE), line
     flow = page.partition("## The layers of flow/")[2].partition("\n## ")[0]
-    assert re.findall(r"^    (\w+(?:, \w+)*) {2,}", flow, re.MULTILINE) == [", ".join(names) for names in FLOW_LEVELS]
+    assert re.findall(r"^(\w+(?:, \w+)*) {2,}", flow, re.MULTILINE) == [", ".join(names) for names in FLOW_LEVELS]
 
 
 def test_benchmarks_import_the_package_as_it_installs() -> None:

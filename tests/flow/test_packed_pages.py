@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import math
 import re
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,9 +176,9 @@ def test_an_unpacked_cache_on_cuda_is_logged(
 def test_the_documented_decoder_reads_a_page() -> None:
     """The code of docs/disk_format.md, with the sizes in its text, decodes a page."""
     text = (Path(__file__).parents[2] / "docs/disk_format.md").read_text()
-    (code,) = re.findall(r"\n    (def values\(.*?)\n\n", text, re.DOTALL)
+    (code,) = re.findall(r"```python\n(def values\(.*?)```", text, re.DOTALL)
     decoder: dict[str, Any] = {}
-    exec(textwrap.dedent("    " + code), decoder)
+    exec(code, decoder)
     for name, bits, shares in (("wide rows", 3, (0.03, 0.05)), ("mla", 4, (0.001,))):
         settings = config(kv_packing=str(bits), write_policy="write_through")
         with build_engine(settings, MODELS[name]) as engine:

@@ -25,7 +25,7 @@ def test_the_documentation_has_the_tables_that_histories_are_held_to() -> None:
     _, _, text = PAGE.read_text().partition("## The life of a page")
     text, _, _ = text.partition("\n## ")
     found: dict[str, list[tuple[str, str]]] = {}
-    for first, second in re.findall(r"^    (\w+) +(\w+) {2,}\S", text, re.MULTILINE):
+    for first, second in re.findall(r"^(\w+) +(\w+) {2,}\S", text, re.MULTILINE):
         if second == "to":
             rows = found[first] = []
         else:

@@ -94,7 +94,7 @@ def test_what_the_checksum_covers(name: str) -> None:
 def documented(section: str) -> list[tuple[int, int]]:
     """The positions of the fields that a section of docs/disk_format.md lists."""
     text = DOCUMENT.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
-    return [(int(a), int(b)) for a, b in re.findall(r"^    \[ *(\d+), *(\d+)\)", text, re.MULTILINE)]
+    return [(int(a), int(b)) for a, b in re.findall(r"^\[ *(\d+), *(\d+)\)", text, re.MULTILINE)]
 
 
 def test_the_document_states_the_fields() -> None:
