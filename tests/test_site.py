@@ -128,6 +128,14 @@ def test_numbers_and_units_stay_on_one_line(hooks: ModuleType, site: Path) -> No
     assert re.search("[0-9]\N{NO-BREAK SPACE}s\\b", (site / "performance.html").read_text())
 
 
+def test_long_code_in_tables_may_break(hooks: ModuleType) -> None:
+    """A name of more than 28 characters may break after a dot, an underscore, a slash or a brace."""
+    short, long = "<code>a.b</code>", f"<code>{'a' * 24}.b_c/d</code>"
+    assert hooks.on_page_content(f"<p>{long}</p>", None, None, None) == f"<p>{long}</p>"
+    broken = f"<td>{short} <code>{'a' * 24}.<wbr>b_<wbr>c/<wbr>d</code></td>"
+    assert hooks.on_page_content(f"<td>{short} {long}</td>", None, None, None) == broken
+
+
 def test_short_flags_do_not_break(hooks: ModuleType) -> None:
     """Short code with a hyphen stays on one line. Long code, and blocks of code, may break."""
     long = f"<td><code>--{'a' * 40}</code></td><pre><code>--a b</code></pre>"

@@ -75,13 +75,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep a number and its unit, and the groups of a number, on one line. Short code with hyphens gets a class that
-    keeps it on one line. Other code is not changed."""
+    keeps it on one line. Long code in tables may break after some signs. Other code is not changed."""
     html = _FLAG.sub(r'<code class="flag">\1</code>', html)
+    html = _CELL.sub(lambda cell: _LONG.sub(lambda code: re.sub(r"(?<=[._/{])", "<wbr>", code[0]), cell[0]), html)
     parts = _TAG.split(html)
     return "".join(part if _TAG.fullmatch(part) else _GAP.sub("\N{NO-BREAK SPACE}", part) for part in parts)
 
 
 _FLAG = re.compile(r"(?<!<pre>)<code>(?=[^<]*-)([^<]{1,32})</code>")
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_LONG = re.compile(r"(?<=<code>)[^<]{29,}(?=</code>)")
 _TAG = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
 _GAP = re.compile(r"(?<=\d)[ \n](?=(?:\d{3}|[kMG]B/s|[kKMGT]i?B|m?s|tokens/s|%)(?!\w))")
 
