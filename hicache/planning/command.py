@@ -17,7 +17,7 @@ from hicache.config import EngineConfig
 from hicache.config.settings import Integer, Number, Size, Tokens, as_flag, settings_of
 from hicache.console import path_flag, progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
-from hicache.planning.memory import MemoryPlan, PlanRequest, plan_memory
+from hicache.planning.memory import DEPLOYMENTS, MemoryPlan, PlanRequest, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
@@ -78,6 +78,7 @@ class Plan:
                 "write_policy": memory.write_policy,
                 "memory_tokens": memory.memory_tokens,
             },
+            "deployments": _deployments(memory),
             "tiers": [dataclasses.asdict(tier) for tier in memory.tiers],
             "times": [dataclasses.asdict(times) for times in self.times],
             "break_even_tokens": {"host": self.break_even_host, "disk": self.break_even_disk},
@@ -109,6 +110,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--disk", type=_SIZE, default=0, metavar="SIZE", help="size of the disk tier (default: none)")
     parser.add_argument("--disk-path", default=PlanRequest.disk_path, metavar="PATH", help="directory of the disk tier")
+    parser.add_argument(
+        "--deployment",
+        choices=tuple(DEPLOYMENTS),
+        help="serve: `hicache serve`; connector: vLLM with HiCacheConnector; spec: vLLM with HiCacheOffloadingSpec. "
+        "Shows only its tokens, and replays the trace with its write policy (default: tokens of all, policy of serve)",
+    )
     parser.add_argument(
         "--dtype",
         type=as_flag(_ENGINE["dtype"]),
@@ -171,7 +178,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps(plan.to_json()))
     else:
-        show(plan.to_json())
+        show(plan.to_json(), flags.deployment)
     return 0
 
 
@@ -189,8 +196,10 @@ def start_values(memory: MemoryPlan) -> dict[str, Any]:
 
 
 def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
-    """Return the command that starts a server with the planned settings; empty for several GPUs, which `hicache serve`
-    does not support."""
+    """Return the command that starts a server with the planned settings, or that prints vLLM's flag for them. Empty for
+    several GPUs, which `hicache serve` does not support, and for vLLM without a host tier."""
+    if flags.deployment not in (None, "serve"):
+        return _vllm_config(flags, memory)
     if flags.gpus > 1:
         return ""
     start = memory.start
@@ -209,6 +218,34 @@ def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
     if start.disk is not None:
         given |= {"--disk-path": start.disk.path, "--disk-budget-bytes": start.disk.budget_bytes}
     return shlex.join(["hicache", "serve", model, *(str(part) for pair in given.items() for part in pair)])
+
+
+def _vllm_config(flags: argparse.Namespace, memory: MemoryPlan) -> str:
+    host_bytes = sum(tier.num_bytes for tier in memory.tiers if tier.name == "host")
+    if not host_bytes:
+        return ""
+    given = ["--cpu", str(host_bytes)]
+    if flags.disk:
+        given += ["--disk", f"{Path(flags.disk_path).absolute()}:{flags.disk}"]
+    return shlex.join(["hicache", "vllm-config", "--plugin", flags.deployment, *given])
+
+
+def _deployments(memory: MemoryPlan) -> list[dict[str, Any]]:
+    """Return the number of different tokens on device and host, and the number of tokens that the host adds, for each
+    write policy of hicache's engine and for each plug-in of vLLM. Empty without a host tier."""
+    if "host" not in (tier.name for tier in memory.tiers):
+        return []
+    device = memory.tiers[0].num_tokens
+    return [
+        {
+            "deployment": deployment,
+            "stores": store,
+            "memory_tokens": (held := memory.different_tokens(store)),
+            "added_tokens": held - device,
+        }
+        for deployment, stores in DEPLOYMENTS.items()
+        for store in stores
+    ]
 
 
 def _model(flags: argparse.Namespace) -> PlannedModel:
@@ -238,6 +275,7 @@ def _plan_request(flags: argparse.Namespace) -> PlanRequest:
         host_bytes=flags.host_memory,
         disk_bytes=flags.disk,
         disk_path=flags.disk_path,
+        deployment=flags.deployment or PlanRequest.deployment,
         workspace_bytes=flags.workspace,
         dtype=flags.dtype,
         max_running=flags.max_running,

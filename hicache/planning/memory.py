@@ -36,6 +36,8 @@ from hicache.tiers import FULL, MAMBA, SWA, Component
 # assumed free host bytes: the planned machine may have more memory than this one
 _PLENTY = 1 << 60
 _MAX_GPUS = 1024
+CONNECTOR, SPEC = "HiCacheConnector", "HiCacheOffloadingSpec"
+DEPLOYMENTS = {"serve": ("exclusive", "write_through"), "connector": (CONNECTOR,), "spec": (SPEC,)}
 _SLOT_BYTES = 4  # bytes of the request table for each position of a request
 
 
@@ -43,13 +45,15 @@ _SLOT_BYTES = 4  # bytes of the request table for each position of a request
 class PlanRequest:
     """The hardware and settings to plan for. `host_bytes`, `disk_bytes`: bytes of the host tier and of the disk tier,
     over all GPUs; None: the engine chooses the size; 0: the plan has no such tier. `workspace_bytes`: bytes of each GPU
-    that stay free for forward passes; None: the same share of the GPU's memory as in `hicache serve`."""
+    that stay free for forward passes; None: the same share of the GPU's memory as in `hicache serve`. `deployment`: a
+    key of DEPLOYMENTS, which chooses the write policy of the plan."""
 
     num_gpus: int = 1
     host_bytes: int | None = None
     disk_bytes: int = 0
     disk_path: str = "hicache-store"
     workspace_bytes: int | None = None
+    deployment: str = "serve"
     dtype: str = "auto"
     max_running: int = 32
     chunk_tokens: int = 8192
@@ -71,7 +75,8 @@ class Tier:
 class MemoryPlan:
     """Sizes of tiers. `rows`: bytes that one GPU stores. `moved`: bytes of the same rows on host and disk, where pages
     may be packed. `tiers`: device, then host and disk if present. `config`: all engine settings with the computed
-    sizes. `start`: the settings of `config` without those that an engine computes itself."""
+    sizes. `start`: the settings of `config` without those that an engine computes itself. `deployment`: a key of
+    DEPLOYMENTS."""
 
     weight_bytes: int
     pool_bytes: int
@@ -81,21 +86,36 @@ class MemoryPlan:
     tiers: tuple[Tier, ...]
     config: EngineConfig
     start: EngineConfig
+    deployment: str = "serve"
 
     @property
     def write_policy(self) -> str:
-        """The write policy of the plan, which is the engine's default for these tiers."""
-        return default_write_policy(has_stores=self.config.disk is not None)
+        """The write policy of the plan. For `hicache serve` it is the engine's default for these tiers. For a plug-in
+        of vLLM it is the policy of hicache's engine that stores the same pages on the host."""
+        if self.deployment == "serve":
+            return default_write_policy(has_stores=self.config.disk is not None)
+        (store,) = DEPLOYMENTS[self.deployment]
+        return "exclusive" if self._adds_up(store) else "write_through"
 
     @property
     def memory_tokens(self) -> int:
-        """The number of different tokens that device and host can store together.
+        """The number of different tokens that device and host can store together under the write policy of the plan."""
+        return self.different_tokens(self.write_policy)
 
-        Under `exclusive`, this number is the sum of both capacities. Under `write_through`, the host also has copies of
-        the device's tokens, so this number is the larger capacity.
+    def different_tokens(self, store: str) -> int:
+        """Return the number of different tokens that device and host can store together.
+
+        `store`: a write policy of hicache's engine, or the name of a plug-in of vLLM. If the host stores the pages that
+        the device evicts, this number is the sum of both capacities. If the host stores all computed pages, it also has
+        copies of the device's tokens, so this number is the larger capacity.
         """
         sizes = [tier.num_tokens for tier in self.tiers if tier.name in ("device", "host")]
-        return sum(sizes) if self.write_policy == "exclusive" else max(sizes)
+        return sum(sizes) if self._adds_up(store) else max(sizes)
+
+    def _adds_up(self, store: str) -> bool:
+        """Return whether the host stores the pages that the device evicts. For models with recurrent states,
+        HiCacheConnector stores chunks only when they have been computed."""
+        return store == "exclusive" or (store == CONNECTOR and not self.rows.state)
 
 
 def plan_memory(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan:
@@ -164,7 +184,15 @@ def _plan(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan | N
         once = {FULL: 1} if geometry.latent is not None else {}
         tiers.append(_tier("disk", config, page_bytes, copies | once, request.disk_bytes))
     return MemoryPlan(
-        weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, moved, tuple(tiers), config, start
+        weight_bytes=weight_bytes,
+        pool_bytes=pool_bytes,
+        workspace_bytes=gpu.memory_bytes - weight_bytes - pool_bytes,
+        rows=rows,
+        moved=moved,
+        tiers=tuple(tiers),
+        config=config,
+        start=start,
+        deployment=request.deployment,
     )
 
 

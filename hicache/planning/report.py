@@ -8,8 +8,9 @@ from typing import Any
 from hicache.console import columns, counted, gib, milliseconds, percent, print_table, printable
 
 
-def show(plan: Mapping[str, Any]) -> None:
-    """Print a plan as tables; `plan` is the result of `Plan.to_json`."""
+def show(plan: Mapping[str, Any], deployment: str | None = None) -> None:
+    """Print a plan as tables; `plan` is the result of `Plan.to_json`. `deployment`: prints the tokens of device and
+    host only for this key of DEPLOYMENTS."""
     model, machine, memory = plan["model"], plan["machine"], plan["memory"]
     gpus, gpu = machine["num_gpus"], machine["gpu"]
     layers = ", ".join(f"{count} {kind}" for kind, count in model["layers"].items())
@@ -18,7 +19,7 @@ def show(plan: Mapping[str, Any]) -> None:
         ("weights", f"{model['num_weights'] / 1e9:.2f} billion, {model['num_active'] / 1e9:.2f} for a token"),
         ("layers", layers + (f"; window of {model['window']} tokens" if model["window"] else "")),
         ("longest context", f"{longest} of the model's {positions}"),
-        ("a token, kept whole", f"{memory['token_bytes']:,} bytes on each GPU"),
+        ("a token", f"{memory['token_bytes']:,} bytes on each GPU"),
     ]
     if memory["window_token_bytes"]:
         rows.append(("a token in a window", f"{memory['window_token_bytes']:,} bytes on each GPU"))
@@ -33,7 +34,8 @@ def show(plan: Mapping[str, Any]) -> None:
         (tier["name"], gib(tier["num_bytes"]), counted(tier["num_tokens"]), f"{tier['num_states'] or ''}")
         for tier in plan["tiers"]
     ]
-    print_table(("tier", "GiB", "tokens", "states"), tiers, title="tiers", notes=_notes_of_host(plan))
+    print_table(("tier", "GiB", "tokens", "states"), tiers, title="tiers")
+    _show_deployments(plan, deployment)
     _show_times(plan)
     if plan["hit_rates"]:
         hits = [
@@ -47,19 +49,23 @@ def show(plan: Mapping[str, Any]) -> None:
     print(f"  {printable(plan['serve'] or settings)}")
 
 
-def _notes_of_host(plan: Mapping[str, Any]) -> list[str]:
-    """Return a note on how many more different tokens the tiers store with the host tier than the device stores
-    alone."""
-    tokens, policy = {tier["name"]: tier["num_tokens"] for tier in plan["tiers"]}, plan["memory"]["write_policy"]
-    if "host" not in tokens:
-        return []
-    held = plan["memory"]["memory_tokens"]
-    copies = "" if policy == "exclusive" else "the host has copies of what is on the device: "
-    more = counted(held - tokens["device"])
-    return [
-        f"under {policy}, {copies}device and host together hold {counted(held)} different tokens, {more} more than the "
-        "device alone"
-    ]
+def _show_deployments(plan: Mapping[str, Any], deployment: str | None) -> None:
+    """Print how many different tokens device and host store together, and how many of them the host adds."""
+    rows, without_gain = [], []
+    for row in plan["deployments"]:
+        if deployment not in (None, row["deployment"]):
+            continue
+        name = f"write_policy={row['stores']}" if row["deployment"] == "serve" else f"vLLM, {row['stores']}"
+        adds_up = row["memory_tokens"] == sum(tier["num_tokens"] for tier in plan["tiers"][:2])
+        stored = "evicted from the device" if adds_up else "computed"
+        rows.append((name, stored, counted(row["memory_tokens"]), counted(row["added_tokens"])))
+        if not row["added_tokens"]:
+            without_gain.append(name)
+    if rows:
+        names = " and ".join(without_gain)
+        notes = [f"{names}: the host adds no tokens, because it is not larger than the device"] if names else []
+        headings = ("deployment", "host stores pages", "different tokens", "added by host")
+        print_table(headings, rows, title="device and host together", notes=notes)
 
 
 def _show_times(plan: Mapping[str, Any]) -> None:

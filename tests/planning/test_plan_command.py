@@ -118,8 +118,52 @@ def test_hits_that_a_host_adds(
     assert (plan["memory"]["write_policy"], plan["memory"]["memory_tokens"]) == (policy, held)
     settings = ReplaySettings(device // 512, below // 512, policy="auto", write_policy=policy)
     assert plan["hit_rates"][1]["hit_rate"] == replay(read_trace(trace), settings).hit_rate
-    added = f"hold {held:,} different tokens, {held - device:,} more than the device alone"
-    assert added in " ".join(output(capsys, "plan", "--model", model, *flags).split())
+
+
+@pytest.mark.parametrize("host", ["1MiB", "64MiB"])
+@pytest.mark.parametrize("disk", [(), ("--disk", "8MiB")])
+@pytest.mark.parametrize(("row", "connector_adds_up"), [("llama", True), ("qwen3_next", False)])
+def test_tokens_that_a_host_adds_in_each_deployment(
+    row: str, connector_adds_up: bool, disk: Sequence[str], host: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """All tokens of the host count if it stores what the device evicts: under `exclusive`, and under HiCacheConnector
+    unless the model has recurrent states. Otherwise only tokens beyond the size of the device count."""
+    flags = (*TINY, "--host-memory", host, *disk)
+    model = saved(tmp_path / "model", row)
+    plan = planned(capsys, model, *flags)
+    device, below, *_ = (tier["num_tokens"] for tier in plan["tiers"])
+    beyond = max(0, below - device)
+    assert {row["stores"]: row["added_tokens"] for row in plan["deployments"]} == {
+        "exclusive": below,
+        "write_through": beyond,
+        "HiCacheConnector": below if connector_adds_up else beyond,
+        "HiCacheOffloadingSpec": beyond,
+    }
+    assert all(row["memory_tokens"] == device + row["added_tokens"] for row in plan["deployments"])
+    shown = [" ".join(line.split()) for line in output(capsys, "plan", "--model", model, *flags).splitlines()]
+    assert f"write_policy=exclusive evicted from the device {device + below:,} {below:,}" in shown
+    assert f"vLLM, HiCacheOffloadingSpec computed {device + beyond:,} {beyond:,}" in shown
+
+
+@pytest.mark.parametrize(
+    ("deployment", "policy"), [("serve", "write_through"), ("connector", "exclusive"), ("spec", "write_through")]
+)
+def test_one_deployment(deployment: str, policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--deployment` shows only the rows of this deployment, replays the trace with its write policy, and proposes its
+    command."""
+    model, trace = saved(tmp_path / "model"), write_trace(tmp_path / "trace.jsonl", num_rounds=12)
+    flags = (*TINY, "--trace", str(trace), "--disk", "8MiB", "--deployment", deployment)
+    plan = planned(capsys, model, *flags)
+    device, below, disk = (tier["num_tokens"] // 512 for tier in plan["tiers"])
+    settings = ReplaySettings(device, below, disk, policy="auto", write_policy=policy)
+    assert plan["hit_rates"][2]["hit_rate"] == replay(read_trace(trace), settings).hit_rate
+    shown = output(capsys, "plan", "--model", model, *flags)
+    assert ("HiCacheConnector" in shown) is (deployment == "connector")
+    assert ("write_policy=" in shown) is (deployment == "serve")
+    if deployment != "serve":
+        path = Path("hicache-store").absolute()
+        assert plan["serve"] == f"hicache vllm-config --plugin {deployment} --cpu {2 << 20} --disk {path}:{8 << 20}"
 
 
 def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
