@@ -177,8 +177,8 @@ def end_transfers(engine: CacheEngine) -> None:
 def is_idle(engine: CacheEngine) -> bool:
     """Return whether no copy and no store job is in flight."""
     inspect = engine.inspect
-    movements = (inspect.copies, *inspect.writes, inspect.prefetcher)
-    return not any(movement is not None and movement.is_busy() for movement in movements)
+    transfers = (inspect.copies, *inspect.writes, inspect.prefetcher)
+    return not any(transfer is not None and transfer.is_busy() for transfer in transfers)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

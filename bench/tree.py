@@ -2,7 +2,7 @@
 sizes of the tree.
 
     match.*, insert.*        100 000 packed tokens (800 000 bytes); the ceiling is one memcmp of these bytes, in turns
-    evict.<policy>.<leaves>  one eviction: choose the victim, remove it and account for it, in processor time of the
+    evict.<policy>.<leaves>  one eviction: choose the pages, remove them and count them, in processor time of the
                              thread; .spread: maximum over minimum
 
 Everything runs on the CPU, in one thread, with the garbage collector off as in timeit.

@@ -1,6 +1,6 @@
 """The engine that a scheduler calls: lookup, prefetch, acquire, extend, commit, release.
 
-The engine creates the movements (copies, reads and writes between tiers), and starts and stops the parts that own
+The engine creates the transfers (copies, reads and writes between tiers), and starts and stops the parts that own
 threads or files. Results of finished copies, reads and writes take effect in `poll()`; results of finished copies also
 take effect in `acquire()`.
 """
@@ -49,7 +49,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
-from hicache.flow.movement import Load, Movement, settle
+from hicache.flow.page_transfer import Load, PageTransfer, settle
 from hicache.flow.prompt import Prompts
 from hicache.flow.reads import Prefetcher, look_up
 from hicache.flow.stop import flush, store_promised
@@ -179,8 +179,8 @@ class CacheEngine:
         self._requests = requests = Requests(self._leases, self._admit.expected)
         self._prefetcher = Prefetcher(context, self._prompts, policy, requests) if context.stores else None
         self._commit = Commit(context, self._copies, self._writes)
-        movements = (self._copies, self._admit.staged, *self._writes, self._prefetcher)
-        self._movements: list[Movement] = [movement for movement in movements if movement is not None]
+        transfers = (self._copies, self._admit.staged, *self._writes, self._prefetcher)
+        self._page_transfers: list[PageTransfer] = [transfer for transfer in transfers if transfer is not None]
         register_usage(context, lambda: len(self._leases))
 
     # For model runners
@@ -348,8 +348,8 @@ class CacheEngine:
         Returns True while a staged load is in progress, which each further poll advances."""
         if self._commit.had_hints:
             self._commit.expire_hints()
-        for movement in self._movements:
-            movement.poll()
+        for transfer in self._page_transfers:
+            transfer.poll()
         if self._events is not None:
             self._events.publish()
         return self._admit.staged is not None and self._admit.evict_ahead(self._leases)
@@ -550,12 +550,12 @@ class CacheEngine:
             raise error
 
     def _settle(self) -> None:
-        """Write all pages of the host to the stores, and wait for all movements to end. Raises `InvariantError` if no
-        movement ends within twice the longest time of a job."""
+        """Write all pages of the host to the stores, and wait for all transfers to end. Raises `InvariantError` if no
+        transfer ends within twice the longest time of a job."""
         for writes in self._writes:
             writes.drain()
         timeout_s = self._context.config.advanced.disk_io_timeout_s
-        settle(self._movements, 2 * max(timeout_s, *(tier.timeout_s for tier in self._stores), 0.0))
+        settle(self._page_transfers, 2 * max(timeout_s, *(tier.timeout_s for tier in self._stores), 0.0))
         for writes in self._writes:
             writes.resume()
 
@@ -576,7 +576,7 @@ class CacheEngine:
         self._prove()
 
     def _prove(self) -> None:
-        check_engine(self._context, list(self._leases.values()), self._copies.loads, self._movements)
+        check_engine(self._context, list(self._leases.values()), self._copies.loads, self._page_transfers)
 
     # Checks at the beginning of each verb
 

@@ -188,12 +188,12 @@ class Metrics:
         series.histograms = [*series.histograms, histogram]
         return histogram
 
-    def movement(self, name: str, of_bytes: str, of_seconds: str, **labels: str) -> tuple[Histogram, Histogram]:
+    def transfer(self, name: str, of_bytes: str, of_seconds: str, **labels: str) -> tuple[Histogram, Histogram]:
         """Return two histograms of copies between two tiers: bytes of each copy, and seconds of each copy. `of_bytes`,
         `of_seconds`: help texts of these histograms."""
         return (
-            self.histogram(f"{name}.bytes", of_bytes, "movement_bytes", **labels),
-            self.histogram(f"{name}.seconds", of_seconds, "movement_seconds", **labels),
+            self.histogram(f"{name}.bytes", of_bytes, "transfer_bytes", **labels),
+            self.histogram(f"{name}.seconds", of_seconds, "transfer_seconds", **labels),
         )
 
     def gauge(self, name: str, help: str, read: Callable[[], float], family: str = "", **labels: str) -> None:

@@ -112,17 +112,17 @@ class SharedPages(ABC):
         with self.pruning():
             found = sorted(self.pages(), key=lambda page: (page.used_s // _HOUR_S, -page.used_s))
             excess_bytes = sum(page.num_bytes for page in found) - budget_bytes
-            victims = list[SharedPage]()
+            removed = list[SharedPage]()
             for page in found:
                 if excess_bytes <= 0:
                     break
-                victims.append(page)
+                removed.append(page)
                 excess_bytes -= page.num_bytes
-            for start in range(0, len(victims), _REMOVES_AT_ONCE):
-                self.remove(victims[start : start + _REMOVES_AT_ONCE])
-        left = found[len(victims) :]
-        removed_bytes, left_bytes = (sum(page.num_bytes for page in some) for some in (victims, left))
-        return PruneReport(len(victims), removed_bytes, len(left), left_bytes)
+            for start in range(0, len(removed), _REMOVES_AT_ONCE):
+                self.remove(removed[start : start + _REMOVES_AT_ONCE])
+        left = found[len(removed) :]
+        removed_bytes, left_bytes = (sum(page.num_bytes for page in some) for some in (removed, left))
+        return PruneReport(len(removed), removed_bytes, len(left), left_bytes)
 
 
 def shared_pages(url: str) -> SharedPages:

@@ -89,7 +89,7 @@ MUTATIONS = (
     Mutation("hicache/pages/device.py", "is_linked=full is None", "is_linked=False", TREE),
     Mutation("hicache/prefix_cache/swa_radix_cache.py", "start = starts.pop()",
              "start = self.required_from(node, ahead)", MATCHES),
-    Mutation("hicache/pages/tree.py", "if donated and pos == len(tokens):", "if donated:", TREE),
+    Mutation("hicache/pages/tree.py", "if end_values and pos == len(tokens):", "if end_values:", TREE),
     Mutation("hicache/pages/tree.py", "None if not len(lacking) else", "None if len(lacking) < 2 else", MATCHES),
     Mutation("hicache/pages/components.py", "max(0, end - self.window)",
              "max(0, end - 1)", MATCHES),

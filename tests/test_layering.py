@@ -32,7 +32,7 @@ RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for uni
 # Levels whose units may also import one another. The six tiers, kernels and storage may not import one another.
 SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 
-# Movements within flow/, from the top level down. A movement imports those of lower levels.
+# Transfers within flow/, from the top level down. A transfer imports those of lower levels.
 FLOW_LEVELS = (
     ("upkeep", "stop"),
     ("admit", "commit"),
@@ -43,7 +43,7 @@ FLOW_LEVELS = (
     ("context",),
     ("components",),
     ("lease",),
-    ("movement", "write_policy"),
+    ("page_transfer", "write_policy"),
     ("prompt", "packing"),
 )
 FLOW_RANKS = {name: len(FLOW_LEVELS) - level for level, names in enumerate(FLOW_LEVELS) for name in names}
@@ -78,7 +78,7 @@ def _unit(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-def _movement(name: str) -> str:
+def _transfer_module(name: str) -> str:
     """`hicache.flow.admit` -> `admit`; modules outside of flow/ -> ``."""
     parts = name.split(".")
     return parts[2] if parts[:2] == ["hicache", "flow"] and len(parts) > 2 else ""
@@ -107,8 +107,8 @@ def _names(module: str, nodes: list[ast.AST], is_package: bool) -> Iterator[str]
     """
     if _unit(module) and _unit(module) not in RANKS:
         yield f"{_unit(module)} has no rank; give it one in LEVELS"
-    if _movement(module) and not is_package and _movement(module) not in FLOW_RANKS:
-        yield f"{_movement(module)} has no rank among the movements; give it one in FLOW_LEVELS"
+    if _transfer_module(module) and not is_package and _transfer_module(module) not in FLOW_RANKS:
+        yield f"{_transfer_module(module)} has no rank among the transfers; give it one in FLOW_LEVELS"
     if _unit(module) and module != "hicache.cli" and not module.endswith(".command"):  # the top: no circle is possible
         texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         names_own = any(re.fullmatch(r"[\w.]+", text) and (text[0] == "." or _first_party(text)) for text in texts)
@@ -143,8 +143,8 @@ def _import(module: str, target: str) -> Iterator[str]:
 
 
 def _flow(module: str, target: str, is_package: bool) -> Iterator[str]:
-    """Check that a movement only imports movements of lower levels."""
-    own, other = _movement(module), _movement(target)
+    """Check that a transfer only imports transfers of lower levels."""
+    own, other = _transfer_module(module), _transfer_module(target)
     if own != other and not is_package and FLOW_RANKS.get(other, 0) >= FLOW_RANKS.get(own, 99):
         yield f"{own} imports {other}, which is not below it"
 
@@ -254,7 +254,7 @@ BAD = [
     ("pages.tree", "if TYPE_CHECKING:\n    import hicache.engine", "which stands above it"),
     ("novel", "x = 1", "novel has no rank"),
     ("flow.copies", "from hicache.flow.admit import Admit", "which is not below it"),
-    ("flow.detour", "x = 1", "has no rank among the movements"),
+    ("flow.detour", "x = 1", "has no rank among the transfers"),
     ("storage.codec", "from torch import Tensor", "storage imports torch"),
     ("alloc.paged", "def f():\n    from triton import jit", "Triton is imported outside kernels"),
     ("engine", "from kernels.scatter import scatter", "kernels is no part of the package by that name"),

@@ -12,7 +12,7 @@ Examples that another file runs:
     2  quantised KV (a scale for each token's head): device/test_quantized.py; bytes a token: device/test_pools.py;
        prefix sharing: flow/test_engine.py; the two formats: kernels/test_paged_attention.py; HiCache:
        test_tensor_cache.py; plot_memory_usage: device/test_capacity.py
-    4  states cleared, copied and forked: device/test_mamba.py; matches, forks, chunks, donated states and its three
+    4  states cleared, copied and forked: device/test_mamba.py; matches, forks, chunks, states handed over and its three
        bugs: prefix_cache/test_mamba_requests.py and test_mamba_radix_cache.py
 
 Not run: bodies of classes, which show how something is built rather than used, among them TokenToKVPool and

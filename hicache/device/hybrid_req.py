@@ -38,8 +38,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
     `alloc` allocates a row and zeroed states for each request, or nothing if it cannot serve all requests. A request
     keeps a row and states that it already has. If called with a number, `alloc` allocates rows without states; these
     rows are mapped to state 0 (padding). Rows and states are freed separately: `free` frees the row, and
-    `free_mamba_cache` frees the states. States that the request donated, by setting its attribute to None, are not
-    freed. Only callers with SGLang's interface use `free_mamba_cache` and `take_checkpoint`.
+    `free_mamba_cache` frees the states. States that the request has handed over, by setting its attribute to None, are
+    not freed. Only callers with SGLang's interface use `free_mamba_cache` and `take_checkpoint`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             held.append(request.mamba_checkpoint_idx)
         states = [state for state in held if state is not None]
         if not states:
-            raise DoubleFree("the request has no state; it was freed or donated before, or never had one")
+            raise DoubleFree("the request has no state; it was freed or handed over before, or never had one")
         self.mamba_pool.free(_stack(states))
         request.mamba_pool_idx = None
         if self.enable_mamba_extra_buffer:

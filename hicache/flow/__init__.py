@@ -1,2 +1,2 @@
-"""Movements of pages between tiers, one movement in each file. The engine starts the movements and applies their
+"""Transfers of pages between tiers, one transfer in each file. The engine starts the transfers and applies their
 results."""

@@ -32,7 +32,7 @@ from hicache.flow.copies import Copies
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located, Unused
-from hicache.flow.movement import PromptRows
+from hicache.flow.page_transfer import PromptRows
 from hicache.flow.prompt import Prompts
 from hicache.flow.staged_load import StagedLoad
 from hicache.metrics import Metrics

@@ -104,7 +104,7 @@ class Commit:
         Returns None if a component that ends matches has no capacity for its value; nothing is then inserted."""
         components: list[CacheComponent] = []
         for component in self._others:  # full attention has no such value
-            need = component.needed_to_donate(lease, length)
+            need = component.needed_to_hand_over(lease, length)
             if not need or self._copies.make_available(component, need):
                 components.append(component)
                 continue
@@ -123,16 +123,16 @@ class Commit:
         """
         context, tree, start = self._context, self._context.tree, lease.tree_len
         slots = lease.held_slots(start, end)
-        window_from, donated = None if self._windows is None else 0, dict[Component, torch.Tensor]()
+        window_from, end_values = None if self._windows is None else 0, dict[Component, torch.Tensor]()
         with ExitStack() as undo:
             for component in components:
-                value = component.donate(lease, end)
+                value = component.hand_over(lease, end)
                 if value is not None:
-                    donated[component.name] = value
+                    end_values[component.name] = value
                     undo.callback(component.free, value)
             keys = lease.keys[start // tree.page_size :]
             inserted = tree.insert(
-                lease.node, tokens[start:end], slots, lease.namespace, window_from, donated=donated, keys=keys
+                lease.node, tokens[start:end], slots, lease.namespace, window_from, end_values=end_values, keys=keys
             )
             undo.callback(tree.withdraw, inserted)
             existing, replaced = inserted.existing, slots[: len(inserted.existing)]
@@ -147,8 +147,8 @@ class Commit:
             undo.pop_all()
         lease.node, lease.tree_len = inserted.node, start + inserted.accepted_len
         with ExitStack() as steps:
-            for name in donated.keys() - inserted.attached:
-                steps.callback(context.by_name[name].free, donated[name])
+            for name in end_values.keys() - inserted.attached:
+                steps.callback(context.by_name[name].free, end_values[name])
             if len(existing):
                 steps.callback(context.full.free, replaced)
             if lease.tree_len > lease.tokens.num_tokens:

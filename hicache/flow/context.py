@@ -1,4 +1,4 @@
-"""The parts of one engine that its movements share."""
+"""The parts of one engine that its transfers share."""
 
 from __future__ import annotations
 

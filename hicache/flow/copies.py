@@ -32,7 +32,7 @@ from hicache.flow.context import EngineContext, values_of
 from hicache.flow.cost import LoadEstimate, LoadPolicy
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located, first_gap, slices_of
-from hicache.flow.movement import Copy, Load, Movement, PromptRows
+from hicache.flow.page_transfer import Copy, Load, PageTransfer, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.flow.write_policy import OnEviction
 from hicache.flow.writes import Writes
@@ -104,7 +104,7 @@ class Backup(Copy):
     end: int = 0
 
 
-class Copies(Movement):
+class Copies(PageTransfer):
     """All copies of an engine. Owned by the scheduler thread. Each of `writes` queues the pages that arrive on the
     host. `policy`: decides about loads."""
 
@@ -124,8 +124,8 @@ class Copies(Movement):
 
     def _register_backups(self) -> None:
         metrics, count = self._context.metrics, self._context.metrics.counter
-        help, labels = "bytes of a copy from device to host", {"movement": "backup", "direction": "device_to_host"}
-        self._backup_bytes, self._backup_seconds = metrics.movement(
+        help, labels = "bytes of a copy from device to host", {"operation": "backup", "direction": "device_to_host"}
+        self._backup_bytes, self._backup_seconds = metrics.transfer(
             "backup", help, "duration of a copy from device to host", **labels
         )
         self._failed_backups = count(
@@ -145,18 +145,20 @@ class Copies(Movement):
 
     def _register_loads(self) -> None:
         metrics, count = self._context.metrics, self._context.metrics.counter
-        help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
-        self._loaded_bytes, self._load_seconds = metrics.movement(
+        help, labels = "bytes of a load from host to device", {"operation": "load", "direction": "host_to_device"}
+        self._loaded_bytes, self._load_seconds = metrics.transfer(
             "restore", help, "duration of a load from host to device", **labels
         )
         self._timed_s = count("restore.timed_seconds", "total duration of the loads whose exposed time was measured")
         self._load_exposed_s = count("restore.exposed_seconds", "part of timed_seconds for which forward passes waited")
         self._failed_loads = count("restore.failures", "loads that failed; their pages stayed on the host")
         metrics.gauge(
-            "restore.hidden_ratio", "share of timed_seconds for which no forward pass waited", self._hidden_ratio
+            "restore.overlapped_ratio",
+            "share of timed_seconds for which no forward pass waited",
+            self._overlapped_ratio,
         )
 
-    # The interface of a movement
+    # The interface of a transfer
 
     def poll(self) -> bool:
         has_ended = False
@@ -517,14 +519,14 @@ class Copies(Movement):
     def _evict(self, component: CacheComponent, short: int) -> None:
         name, context = component.name, self._context
         released, evicting = list[Released](), list[Released]()  # freed at once; freed after their copy
-        unsaved, victims = list[Unsaved](), list[Rows]()
+        unsaved, evicted = list[Unsaved](), list[Rows]()
         try:
             while short > 0 and len(rows := component.resident.take(short)):
                 for part in context.tree.by_node(rows):
                     if not len(part := component.resident.held(part)):
                         continue  # evicted with an earlier part
                     context.tree.table.hold(part)
-                    victims.append(part)
+                    evicted.append(part)
                     only = None if name == FULL else name  # evicting another component keeps the full pages
                     lacking = self.unsaved(part, only) if self._backs_up_evicted else []
                     left = context.evict(part, name)
@@ -532,14 +534,14 @@ class Copies(Movement):
                     (evicting if lacking else released).extend(left)
                     short -= sum(item.size for item in left if item.component == name)
             self.backup_evicted(unsaved, evicting)
-            for part in victims:
+            for part in evicted:
                 component.count_eviction(part)
         except BaseException:  # if the copy of one component raises, copies of other components may be in flight
             self.end_backups()
             raise
         finally:
             context.free([*released, *evicting])
-            for part in victims:
+            for part in evicted:
                 context.tree.table.drop(part)
 
     # Host to device
@@ -753,5 +755,5 @@ class Copies(Movement):
         if load.is_undelayed:
             self.policy.cost.observe_load(load.num_bytes, seconds)
 
-    def _hidden_ratio(self) -> float:
+    def _overlapped_ratio(self) -> float:
         return 1 - self._load_exposed_s.value / self._timed_s.value if self._timed_s.value else 0.0

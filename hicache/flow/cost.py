@@ -37,7 +37,7 @@ _MIN_SPREAD = 0.01
 _ASSUMED_TOKENS_PER_S = 1000.0
 _GAUGED_TOKENS = 8192
 _COSTLY_S = 1.0
-_FAMILY = "movement_bytes_per_second"
+_FAMILY = "transfer_bytes_per_second"
 
 
 class TransferRate:
@@ -158,9 +158,12 @@ class CostModel:
         gauge = metrics.gauge
         for store, rate in self._reads.items():
             name, of = f"cost.{store.prefix}read_bytes_per_second", "disk" if store is DISK else "remote tier"
-            labels = {"movement": "read", "direction": f"{store.name}_to_host"}
+            labels = {"operation": "read", "direction": f"{store.name}_to_host"}
             gauge(name, f"measured rate of one thread that reads from the {of}", rate.bytes_per_s, _FAMILY, **labels)
-        help, labels = "measured rate of loads from host to device", {"movement": "load", "direction": "host_to_device"}
+        help, labels = (
+            "measured rate of loads from host to device",
+            {"operation": "load", "direction": "host_to_device"},
+        )
         gauge("cost.load_bytes_per_second", help, self._loads.bytes_per_s, _FAMILY, **labels)
         help = (
             f"estimated prefill speed over the first {_GAUGED_TOKENS} tokens; 0: unknown, or prefill_tokens_per_s is 0"
@@ -288,13 +291,13 @@ class LoadPolicy:
     """Chooses between loading and recomputing by the rates of `cost`, and counts each choice. Used by one thread at a
     time.
 
-    `movement`: the first part of the counters' names. `source`: the tier that has the prefix, for the log.
+    `prefix`: the first part of the counters' names. `source`: the tier that has the prefix, for the log.
     """
 
-    def __init__(self, cost: CostModel, metrics: Metrics, movement: str, source: str, family: str) -> None:
+    def __init__(self, cost: CostModel, metrics: Metrics, prefix: str, source: str, family: str) -> None:
         self.cost, self._source = cost, source
         self.accepted, self.declined, self.unmeasured = (
-            metrics.counter(f"{movement}.{decision}_loads", f"decisions to {what}", family, decision=decision)
+            metrics.counter(f"{prefix}.{decision}_loads", f"decisions to {what}", family, decision=decision)
             for decision, what in _DECISIONS.items()
         )
 

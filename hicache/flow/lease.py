@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from hicache.config import PrefetchMode
-from hicache.flow.movement import Load
+from hicache.flow.page_transfer import Load
 from hicache.pages.key import TokenRun
 from hicache.pages.node import TreeNode
 from hicache.tiers import FULL, Component, own

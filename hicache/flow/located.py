@@ -14,7 +14,7 @@ import torch
 
 from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
-from hicache.flow.movement import PromptRows
+from hicache.flow.page_transfer import PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.pages.components import last_end
 from hicache.pages.key import component_keys

@@ -74,7 +74,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, LoadPolicy, Requests
 from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import Located, Unused, first_gap, spans
-from hicache.flow.movement import Movement
+from hicache.flow.page_transfer import PageTransfer
 from hicache.flow.prompt import Prompts
 from hicache.metrics import Counter as MetricCounter
 from hicache.metrics import Histogram
@@ -971,8 +971,8 @@ class PrefetchCounters:
         )
         self.moved: dict[Store, tuple[Histogram, Histogram]] = {}
         for store in context.stores:
-            labels = {"movement": "read", "direction": f"{store.name}_to_host"}
-            self.moved[store] = context.metrics.movement(f"{store.prefix}prefetch", moved, took, **labels)
+            labels = {"operation": "read", "direction": f"{store.name}_to_host"}
+            self.moved[store] = context.metrics.transfer(f"{store.prefix}prefetch", moved, took, **labels)
 
     def _loaded_ratio(self) -> float:
         return self.overlap_loaded.value / max(1, self.overlap_loaded.value + self.overlap_computed.value)
@@ -1064,7 +1064,7 @@ class _Backlog:
         return found
 
 
-class Prefetcher(Movement):
+class Prefetcher(PageTransfer):
     """Owns all requests with a prefetch and applies their transitions. Scheduler thread only.
 
     `is_overlap_enabled`: whether prompts may be computed from their beginning while pages are read from their end;

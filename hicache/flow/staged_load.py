@@ -36,7 +36,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located
-from hicache.flow.movement import Load, Movement, PromptRows
+from hicache.flow.page_transfer import Load, PageTransfer, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.tiers import FULL, Component, Store
@@ -83,7 +83,7 @@ class StagedRequest:
         self.error: ResourceExhausted | None = None
 
 
-class StagedLoad(Movement):
+class StagedLoad(PageTransfer):
     """Staged loads, for one request at a time. Owned by the scheduler thread."""
 
     def __init__(self, context: EngineContext, copies: Copies) -> None:

@@ -90,7 +90,7 @@ def _faults(writes: Sequence[Writes]) -> list[str]:
 
 def _flush_device(context: EngineContext, copies: Copies, writes: Sequence[Writes], settle: Callable[[], None]) -> int:
     """Under a policy that copies at eviction, write the pages of the device, except full pages that the stores have.
-    These pages stay on the device. Returns the number of pages that a store still lacks. All movements have ended."""
+    These pages stay on the device. Returns the number of pages that a store still lacks. All transfers have ended."""
     tiers, num_left = [each.tier for each in writes], 0
     if not context.has_host or not tiers or context.write_policy.on_eviction is OnEviction.DROP:
         return 0

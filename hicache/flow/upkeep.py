@@ -2,7 +2,7 @@
 
 device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
 host     free + published + in flight = all pages of each component's pool, and no page twice
-locks    the locks of each page of device and host equal those that leases and movements hold
+locks    the locks of each page of device and host equal those that leases and transfers hold
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
-from hicache.flow.movement import Load, Movement
+from hicache.flow.page_transfer import Load, PageTransfer
 from hicache.flow.reads import Prefetcher
 from hicache.flow.writes import Writes
 from hicache.metrics import Metrics, MetricType
@@ -43,7 +43,7 @@ _TRANSFER_HELP: dict[str, tuple[MetricType, str]] = {
 
 
 class Inspection(NamedTuple):
-    """The movements of an engine, and the parts that the movements share. `prefetcher`: None if the engine has no
+    """The transfers of an engine, and the parts that the transfers share. `prefetcher`: None if the engine has no
     store."""
 
     context: EngineContext
@@ -53,7 +53,7 @@ class Inspection(NamedTuple):
 
 
 def check_engine(
-    context: EngineContext, leases: Sequence[Lease], loads: Sequence[Load], movements: Sequence[Movement]
+    context: EngineContext, leases: Sequence[Lease], loads: Sequence[Load], transfers: Sequence[PageTransfer]
 ) -> None:
     """Raise `InvariantError` with all violations, including the violations that the parts of the engine report.
 
@@ -64,7 +64,7 @@ def check_engine(
     for component in context.components:
         if component.has_host:
             locks = np.zeros_like(component.pages.order.locks)
-            for rows in chain(*(movement.host_locks(component.name) for movement in movements)):
+            for rows in chain(*(transfer.host_locks(component.name) for transfer in transfers)):
                 locks[rows] += 1
             checks.append(partial(component.pages.check, locks))
     if context.exclusive is not None:
@@ -76,24 +76,26 @@ def check_engine(
             check()
         except InvariantError as error:
             found.extend(error.violations)
-    known = list(dict.fromkeys(chain(loads, *(movement.loads_read() for movement in movements))))
+    known = list(dict.fromkeys(chain(loads, *(transfer.loads_read() for transfer in transfers))))
     for component in context.components:
         found.extend(component.device_violations(leases, known))
-        found.extend(_lock_violations(component, leases, movements))
+        found.extend(_lock_violations(component, leases, transfers))
     num_rows = context.req_to_token.size - context.req_to_token.available_size()
     if num_rows != len(leases):
         found.append(f"rows: {num_rows} are taken by {len(leases)} leases")
-    found += [f"{type(movement).__name__}: applied in part" for movement in movements if movement.is_partly_applied]
+    found += [f"{type(transfer).__name__}: applied in part" for transfer in transfers if transfer.is_partly_applied]
     if found:
         raise InvariantError("engine", found)
 
 
-def _lock_violations(component: CacheComponent, leases: Sequence[Lease], movements: Sequence[Movement]) -> list[str]:
+def _lock_violations(
+    component: CacheComponent, leases: Sequence[Lease], transfers: Sequence[PageTransfer]
+) -> list[str]:
     """Return the violations of the locks of one component."""
     order, tree = component.resident.order, component.tree
     locks = np.zeros_like(order.locks)
     of_leases = (tree.locked_rows(component.name, lease.node) for lease in leases)
-    for rows in chain(of_leases, *(movement.device_locks(component.name) for movement in movements)):
+    for rows in chain(of_leases, *(transfer.device_locks(component.name) for transfer in transfers)):
         locks[rows] += 1
     wrong = np.flatnonzero(locks != order.locks)
     if not len(wrong):

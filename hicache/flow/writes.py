@@ -20,7 +20,7 @@ import numpy as np
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.movement import Movement
+from hicache.flow.page_transfer import PageTransfer
 from hicache.pages.table import Mask, Rows, Seen, names_of
 from hicache.pages.writes import ROUND_SHARE, WriteBudget, WriteMode, WriteScheduler, WriteSource
 from hicache.storage.process.jobs import PageRows, Stalled, WriteDone, WriteJob
@@ -40,7 +40,7 @@ _ANNOUNCED_SHARE = 0.25  # share of store or host that is written between two an
 _Write = tuple[CacheComponent, Rows]  # the pages of one job
 
 
-class Writes(Movement):
+class Writes(PageTransfer):
     """The writes to one store. Owned by the scheduler thread. The store's writer gets only frozen jobs.
 
     `share`: the share of a component's host pool that one round may lock.
@@ -79,11 +79,11 @@ class Writes(Movement):
 
     def _register(self, name: str) -> None:
         metrics, budget, uses = self._context.metrics, self._budget, self._uses
-        self._bytes, self._seconds = metrics.movement(
+        self._bytes, self._seconds = metrics.transfer(
             name,
             "bytes of the pages that the store accepted from one write job, before compression",
             "time for which a write job occupied the writer thread; the time of a batch is divided among its jobs",
-            movement="write",
+            operation="write",
             direction=f"host_to_{self.store.name}",
         )
         self._failures = metrics.counter(f"{name}.failed_pages", "pages that the store did not accept")
@@ -321,7 +321,7 @@ def num_lacking(component: CacheComponent, rows: Rows, writes: Sequence[Writes])
 
 def flush_host(context: EngineContext, writes: Sequence[Writes], settle: Callable[[], None]) -> int:
     """Write all pages of the host that stores lack, and retry as long as a store takes some of them. Returns the number
-    of pages that a store still lacks. `settle`: drains the writes until all movements have ended."""
+    of pages that a store still lacks. `settle`: drains the writes until all transfers have ended."""
     num_before = math.inf
     while True:
         settle()

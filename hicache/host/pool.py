@@ -34,7 +34,7 @@ class HostPagePool:
     The first mark (page 0) and the last mark (after the last page) are never free. Free runs are indexed by length.
     Runs of n different lengths need n * (n + 1) / 2 free pages, so a million pages have at most 1413 lengths.
 
-    Owned by the scheduler thread; the movement that allocated a page owns its bytes. `device`: the GPU near which the
+    Owned by the scheduler thread; the transfer that allocated a page owns its bytes. `device`: the GPU near which the
     memory should lie (None: the current GPU). `setting`: name of the setting in errors about the size. `shared`: a
     store process may map the pages too. `page_bytes`: size of a page if pages are packed; None: the size by `layout`.
     Raises ConfigError if not a single page fits in `host_bytes`, OutOfMemory if the machine has too little memory.

@@ -60,11 +60,11 @@ FIGURES: Mapping[str, Series] = {
     **{f"total.{tier}": Series("hicache_tier_total_tokens", {"tier": tier}) for tier in TIERS[:2]},
     "total.disk": Series("hicache_disk_budget_bytes"),
     **{
-        f"moved_bytes.{move}": Series("hicache_movement_bytes_sum", {"direction": direction})
+        f"moved_bytes.{move}": Series("hicache_transfer_bytes_sum", {"direction": direction})
         for move, direction in _MOVES.items()
     },
     **{
-        f"moved_s.{move}": Series("hicache_movement_seconds_sum", {"direction": direction})
+        f"moved_s.{move}": Series("hicache_transfer_seconds_sum", {"direction": direction})
         for move, direction in _MOVES.items()
     },
     "drive.writes a day": Series("hicache_disk_drive_writes_per_day"),

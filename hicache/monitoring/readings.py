@@ -49,7 +49,7 @@ class Reading:
         return _quantile(self, group, share, self.get)
 
     @property
-    def hidden_share(self) -> float | None:
+    def overlapped_share(self) -> float | None:
         """Return the share of the time of loads that overlapped with compute; None if no load was timed."""
         timed_s = self.get("loads.timed_s")
         return 1 - self.get("loads.exposed_s") / timed_s if timed_s else None

@@ -103,8 +103,12 @@ def _about(server: str, reading: Reading) -> Text:
 
 def _requests(reading: Reading) -> Text:
     requests = "   ".join(f"{label} {reading.get(figure):.0f}" for figure, label in reading.group("requests"))
-    hidden = "" if reading.hidden_share is None else f"   loads hidden under compute {percent(reading.hidden_share)}"
-    return Text(f"requests   {requests}{hidden}")
+    overlap = (
+        ""
+        if reading.overlapped_share is None
+        else f"   loads overlapped with computing {percent(reading.overlapped_share)}"
+    )
+    return Text(f"requests   {requests}{overlap}")
 
 
 def _latency(reading: Reading, change: Change | None) -> Text:

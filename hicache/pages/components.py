@@ -2,7 +2,7 @@
 needs, which values a lock covers, and which values may be evicted.
 
 `first_required` is the rule for the values that a prefix needs, and `last_end` finds the longest usable prefix. The
-tree applies both functions to tokens on the device; the movements apply them to pages on any tier.
+tree applies both functions to tokens on the device; the transfers apply them to pages on any tier.
 
             a match ends                                         a lock covers           evictable
     full    anywhere on the device                               the path to the root    pages without a next page

@@ -86,7 +86,7 @@ class Inserted(NamedTuple):
     [accepted_len, offered)         refused, because a load in flight writes the first of these pages
 
     `adopted`: intervals of existing pages that got windows by the insertion. The caller maps the window slots of the
-    offered slots to `existing` before it frees the offered slots. `attached`: components whose donated values the tree
+    offered slots to `existing` before it frees the offered slots. `attached`: components whose end values the tree
     accepted.
     """
 

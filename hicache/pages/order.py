@@ -345,7 +345,7 @@ class EvictionOrder(Columns):
         self.go_on(rows)
         self.unlock(rows)
 
-    # Victims
+    # Pages to evict
 
     def take(self, num_rows: int) -> Rows:
         """Return the next pages to evict, at most `num_rows` and at least one; none if no page may be evicted.

@@ -263,7 +263,7 @@ class RadixTree(Columns):
         value: torch.Tensor,
         namespace: str = "",
         window_from: int | None = None,
-        donated: Mapping[Component, torch.Tensor] | None = None,
+        end_values: Mapping[Component, torch.Tensor] | None = None,
         keys: Sequence[bytes] = (),
         rows: Rows | None = None,
     ) -> Inserted:
@@ -272,8 +272,8 @@ class RadixTree(Columns):
 
         Stops before a page that a load in flight writes, because the load may fail (`Inserted.accepted_len`).
         `window_from`: tokens from this position on have window slots mapped to their slots; nodes end at this position.
-        `donated`: values at the end of `tokens`, like a recurrent state, see `attach`. `keys`: known keys of the first
-        pages. `rows`: the rows of the pages, if the table has a row for each page.
+        `end_values`: values at the end of `tokens`, like a recurrent state, see `attach`. `keys`: known keys of the
+        first pages. `rows`: the rows of the pages, if the table has a row for each page.
         """
         page, raw, node, pos = self.page_size, bytes_of(tokens), parent, 0
         existing, gained, adopted = list[Rows](), list[Rows](), list[tuple[int, int]]()
@@ -312,8 +312,8 @@ class RadixTree(Columns):
             if len(before):
                 self._full.use(before)
         attached = frozenset[Component]()
-        if donated and pos == len(tokens):
-            attached = frozenset(name for name, given in donated.items() if self.attach(node, name, given))
+        if end_values and pos == len(tokens):
+            attached = frozenset(name for name, given in end_values.items() if self.attach(node, name, given))
         slots = self._full.value(_joined(existing)) if existing else _NO_SLOTS
         return Inserted(node, _joined(gained), slots, tuple(adopted), pos, attached)
 

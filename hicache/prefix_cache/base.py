@@ -308,12 +308,12 @@ class BasePrefixCache(ABC):
         return MatchResult(self._tree.pages[FULL].value(self._tree.path_rows(node)), end, end)
 
     def _insert(
-        self, params: InsertParams, known_len: int = 0, donated: Mapping[Component, torch.Tensor] | None = None
+        self, params: InsertParams, known_len: int = 0, end_values: Mapping[Component, torch.Tensor] | None = None
     ) -> tuple[Inserted, torch.Tensor]:
         """Insert the full pages of a key after its first `known_len` tokens. These first tokens are already in the
         tree.
 
-        `donated`: as in `RadixTree.insert`. Returns the tree's result and the offered slots, int64 `[tokens]`."""
+        `end_values`: as in `RadixTree.insert`. Returns the tree's result and the offered slots, int64 `[tokens]`."""
         tokens, namespace = self._packed(params.key)
         num_tokens = self._full_pages_len(len(tokens))
         slots = self._offered(params, num_tokens)
@@ -322,7 +322,7 @@ class BasePrefixCache(ABC):
             parent = self._tree.node_at(self._tree.match(tokens[:known_len], namespace), known_len)
             slots = slots[known_len:]
         window_from = self._window_from(params.swa_evicted_seqlen, known_len, num_tokens)
-        inserted = self._tree.insert(parent, run, slots, namespace, window_from, donated=donated)
+        inserted = self._tree.insert(parent, run, slots, namespace, window_from, end_values=end_values)
         self._count_use(self._tree.root, inserted, params.priority, params.chunked)
         self._raise_priority(inserted.node, params.priority)
         self._tree.touch(inserted.node)

@@ -115,7 +115,7 @@ class MambaRadixCache(BasePrefixCache):
                 f"a state that has consumed {len(params.key)} tokens cannot be stored; give a multiple of "
                 f"page_size={self.page_size} tokens"
             )
-        inserted, _ = self._insert(params, donated={MAMBA: params.mamba_value.to(self.device)})
+        inserted, _ = self._insert(params, end_values={MAMBA: params.mamba_value.to(self.device)})
         return InsertResult(len(inserted.existing), mamba_exist=MAMBA not in inserted.attached)
 
     def evict_mamba(self, mamba_num: int) -> int:
@@ -159,10 +159,10 @@ class MambaRadixCache(BasePrefixCache):
     def _insert_finished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int) -> None:
         checkpoint_at = self._checkpoint_of(req, num_tokens)
         if checkpoint_at:
-            self._store(req, tokens, checkpoint_at, False, lambda: _donated_checkpoint(req))
+            self._store(req, tokens, checkpoint_at, False, lambda: _checkpoint_to_hand_over(req))
         # The running state has consumed `kv_committed_len` tokens. If fewer token ids are known, the state has no key.
         if num_tokens == req.kv_committed_len and self._may_store(req, num_tokens):
-            self._store(req, tokens, num_tokens, False, lambda: _donated_state(req))
+            self._store(req, tokens, num_tokens, False, lambda: _state_to_hand_over(req))
 
     def _free_states_of(self, req: CachedRequest) -> None:
         free_states(self._table, req)
@@ -250,14 +250,14 @@ class MambaRadixCache(BasePrefixCache):
             req.mamba_last_track_seqlen = None  # stored now, or not needed since a longer prefix is stored
 
 
-def _donated_state(req: CachedRequest) -> torch.Tensor:
+def _state_to_hand_over(req: CachedRequest) -> torch.Tensor:
     """Take the running state from the request, int64 `[1]`."""
     assert req.mamba_pool_idx is not None, "the request has no state"
     state, req.mamba_pool_idx = req.mamba_pool_idx, None
     return state.reshape(1)
 
 
-def _donated_checkpoint(req: CachedRequest) -> torch.Tensor:
+def _checkpoint_to_hand_over(req: CachedRequest) -> torch.Tensor:
     """Take the state of the checkpoint from the request, int64 `[1]`."""
     assert req.mamba_checkpoint_idx is not None, "the request has no checkpoint"
     state, req.mamba_checkpoint_idx = req.mamba_checkpoint_idx, None

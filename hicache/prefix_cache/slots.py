@@ -170,6 +170,6 @@ def states_of(table: ReqToTokenPool, request: Any) -> list[torch.Tensor]:
 
 
 def free_states(table: ReqToTokenPool, request: Any) -> None:
-    """Free the states that a request still owns, because it has not donated them to a tree."""
+    """Free the states that a request still owns, because it has not handed them over to a tree."""
     if isinstance(table, HybridReqToTokenPool) and states_of(table, request):
         table.free_mamba_cache(request)

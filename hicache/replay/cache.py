@@ -276,8 +276,8 @@ class CacheSimulation:
                 disk.touch(paths)
 
     def _end_session(self, used: Rows) -> int:
-        """Make the unshared end of a session's last prompt the first victim of eviction. Returns the number of blocks
-        that other prompts share."""
+        """Move the unshared end of a session's last prompt to the head of the eviction order. Returns the number of
+        blocks that other prompts share."""
         shared = self.device.order.num_shared(used)
         for tier in (self.device,) if self.host is None else (self.device, self.host):
             tier.end_session(used[shared:])

@@ -177,12 +177,12 @@ def test_handing_out_does_not_wait() -> None:
     history=st.lists(st.tuples(st.sampled_from("aarsctn"), st.integers(0, 99)), min_size=30, max_size=60),
 )
 def test_any_history_conserves_rows_and_states(device: str, extra: bool, history: list[tuple[str, int]]) -> None:
-    """After any allocs, frees, checkpoints and donations, each row and state has one owner, also if a request is
-    named twice. The mapping has this owner, and everything can be freed. Without the extra buffer there are no
+    """After any allocs, frees, checkpoints and handed over states, each row and state has one owner, also if a request
+    is named twice. The mapping has this owner, and everything can be freed. Without the extra buffer there are no
     checkpoints."""
     pool = table(3, 8, device=device, enable_mamba_extra_buffer=extra)
     running: list[Request] = []
-    donated: list[int] = []
+    handed_over: list[int] = []
     for action, choice in history:
         request = running[choice % len(running)] if running else None
         if action == "a":
@@ -202,12 +202,12 @@ def test_any_history_conserves_rows_and_states(device: str, extra: bool, history
             pool.checkpoint(running)
         elif action == "t" and request and extra:
             taken = pool.take_checkpoint(request)
-            donated += [] if taken is None else taken.tolist()
-        elif action == "n" and donated:
-            pool.mamba_pool.free(torch.tensor([donated.pop(choice % len(donated))], device=device))
+            handed_over += [] if taken is None else taken.tolist()
+        elif action == "n" and handed_over:
+            pool.mamba_pool.free(torch.tensor([handed_over.pop(choice % len(handed_over))], device=device))
         elif action == "s" and request:
-            # A finished request donates its running state and frees its row.
-            donated.append(number(request.mamba_pool_idx))
+            # A finished request hands over its running state and frees its row.
+            handed_over.append(number(request.mamba_pool_idx))
             request.mamba_pool_idx = None
             pool.free(request)
             if extra:  # its checkpoint still has to be freed
@@ -215,7 +215,7 @@ def test_any_history_conserves_rows_and_states(device: str, extra: bool, history
             running.remove(request)
         pool.check()
         own = [x for r in running for x in (r.mamba_pool_idx, *([r.mamba_checkpoint_idx] if extra else []))]
-        states = [*map(number, own), *donated]
+        states = [*map(number, own), *handed_over]
         assert len(set(states)) == len(states) == 8 - pool.mamba_pool.available_size()
         assert pool.available_size() == 3 - len(running)
         of_row = {r.req_pool_idx: number(r.mamba_pool_idx) for r in running}

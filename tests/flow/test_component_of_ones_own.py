@@ -1,4 +1,4 @@
-"""A custom component takes two files, and the engine's own movements move it through all tiers.
+"""A custom component takes two files, and the engine's own transfers move it through all tiers.
 
 In this test the component is the last hidden state of a cached prefix. The toy model knows the true hidden state of
 every prefix.
@@ -85,14 +85,14 @@ def evict(engine: CacheEngine, tokens: np.ndarray, component: str) -> None:
 
 
 def test_it_is_two_files() -> None:
-    """The two files import three contracts of flow/ (components, leases, movements), and no engine, factory, transfer,
+    """The two files import three contracts of flow/ (components, leases, transfers), and no engine, factory, transfer,
     host or disk."""
     modules = {getattr(value, "__module__", "") for file in (tree, cache) for value in vars(file).values()}
     ours = {name for name in modules if name.startswith("hicache.")}
     assert {name for name in ours if name.startswith("hicache.flow")} == {
         "hicache.flow.components.base",
         "hicache.flow.lease",
-        "hicache.flow.movement",
+        "hicache.flow.page_transfer",
     }
     assert not {name for name in ours if name.split(".")[1] in {"engine", "factory", "transfer", "host", "disk"}}
 

@@ -18,7 +18,7 @@ from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engin
 from hicache.errors import OutOfSlots, TransferError
 from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.cost import LoadEstimate
-from hicache.flow.movement import Copy
+from hicache.flow.page_transfer import Copy
 from hicache.pages.node import TreeNode
 from hicache.tiers import FULL as FULL_KV
 from hicache.tiers import SWA

@@ -19,7 +19,7 @@ from toy_model import GEOMETRY, compute, config, prompt
 
 PAGE, TOKEN_BYTES = 8, 192
 Served = tuple[CacheEngine, dict[str, int]]
-MOVEMENTS = ("restore", "backup", "prefetch", "persist")
+TRANSFERS = ("restore", "backup", "prefetch", "persist")
 
 
 def prompts(seed: int, count: int) -> Iterator[np.ndarray]:
@@ -73,7 +73,7 @@ def served(
 
 
 def test_tokens_and_bytes_are_conserved(served: Served) -> None:
-    """Hit and computed tokens together are the requested tokens. The bytes of a movement are those of its tokens. Each
+    """Hit and computed tokens together are the requested tokens. The bytes of a transfer are those of its tokens. Each
     token that reached the host is still there or was evicted."""
     engine, asked = served
     stats, values = engine.stats(), engine.metrics()
@@ -84,7 +84,7 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     assert stats["admit.hit_ratio"] == sum(hits.values()) / asked["prompt"]
 
     page_bytes = PAGE * TOKEN_BYTES
-    moved = {movement: stats[f"{movement}.bytes"] / TOKEN_BYTES for movement in MOVEMENTS}
+    moved = {transfer: stats[f"{transfer}.bytes"] / TOKEN_BYTES for transfer in TRANSFERS}
     assert moved["restore"] == hits["host"] + hits["disk"]
     assert moved["prefetch"] == stats["prefetch.read_tokens"] == stats["disk.hit_pages"] * PAGE
     # Pages that return to the host are sent to the store again, but not written twice.
@@ -93,8 +93,8 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     assert stats["evict.host_lost_tokens"] == 0 < evicted  # the disk had all evicted tokens
     assert moved["backup"] + moved["prefetch"] == stats["host.used_tokens"] + evicted
     assert stats["device.used_tokens"] + stats["device.free_tokens"] == stats["device.total_tokens"] == 128
-    for movement in MOVEMENTS:
-        num_bytes, seconds = values[f"{movement}.bytes"], values[f"{movement}.seconds"]
+    for transfer in TRANSFERS:
+        num_bytes, seconds = values[f"{transfer}.bytes"], values[f"{transfer}.seconds"]
         assert isinstance(num_bytes, HistogramValue) and isinstance(seconds, HistogramValue)
         assert num_bytes.count == seconds.count > 0
     assert 0 <= stats["restore.exposed_seconds"] <= stats["restore.timed_seconds"] == stats["restore.seconds"]

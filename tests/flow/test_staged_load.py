@@ -13,7 +13,7 @@ from component_case import EACH_MODEL, FULL, STATES, WINDOWS, WITH_COMPONENTS, c
 from disk_case import TroubledStore, failing, page_keys
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ExchangePending, NotStored, OutOfSlots, TransferBusy
-from hicache.flow.movement import Load, settle
+from hicache.flow.page_transfer import Load, settle
 from hicache.flow.write_policy import OnEviction
 from hicache.metrics import HistogramValue
 from hicache.replay.cache import ReplaySettings

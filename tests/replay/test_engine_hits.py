@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, build_engine
-from hicache.flow.movement import settle
+from hicache.flow.page_transfer import settle
 from hicache.pages.key import Tokens
 from hicache.pages.order import RANK_POLICIES
 from hicache.pages.writes import BUCKET_S, Clock, WriteBudget

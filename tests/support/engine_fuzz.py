@@ -32,7 +32,7 @@ from hicache.errors import (
     ResourceExhausted,
     TransferError,
 )
-from hicache.flow.movement import settle
+from hicache.flow.page_transfer import settle
 from hicache.pages import order
 from hicache.storage import open_existing
 from memory_store import MemoryPageStore
@@ -353,7 +353,7 @@ class EngineFuzz:
         calls = (self.admit, self.grow, self.decode, self.finish, self.abort, self.poll, self.flush)
         call, number = calls[self.rng.integers(len(calls))], int(self.rng.integers(600))
         if fails_at(call, number, anywhere=True, error=KeyboardInterrupt):
-            self.engine._settle = lambda: settle(self.engine._movements, 0.5)  # type: ignore[method-assign]
+            self.engine._settle = lambda: settle(self.engine._page_transfers, 0.5)  # type: ignore[method-assign]
         try:
             self.engine.poll()
         except NotRunning:

@@ -26,7 +26,7 @@ def fails_at(call: Callable[[], object], number: int, *, anywhere: bool, error: 
     """Run `call` and raise `error` at the entry of its inner call `number`, counted from 0. Returns whether it got that
     far.
 
-    Without `anywhere`, only calls count that the engine and its movements make to each other and to the parts below
+    Without `anywhere`, only calls count that the engine and its transfers make to each other and to the parts below
     them, except `ENDINGS`. With `anywhere`, all calls below a call of the engine count.
     """
     tracer = _Tracer(number, anywhere, error)

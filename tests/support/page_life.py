@@ -24,7 +24,7 @@ import numpy as np
 
 from hicache import CacheEngine, Lease
 from hicache.flow.components.base import CacheComponent
-from hicache.flow.movement import Load
+from hicache.flow.page_transfer import Load
 from hicache.pages.key import component_keys
 from hicache.pages.states import ABOVE, COPY, HELD, RAW, READ
 from hicache.tiers import FULL, MAMBA, Component

@@ -151,7 +151,7 @@ class Program:
             assert tier.free.sum() == len(tier.free) - 1 - held
         self.counts["audits"] += 1
 
-    # Movements
+    # Transfers
 
     def load(self, entry: Entry, keep: Sequence[Entry]) -> bool:
         """Submit the load of an entry to poisoned slots. False if a tier has no free slots, or too many loads are in

@@ -155,21 +155,21 @@ def test_a_row_stays_while_a_lock_of_it_is_held() -> None:
 
 
 def test_sharing_ends_at_a_load_in_flight() -> None:
-    """While a request loads pages, another request shares none of them, and donates no state below them. When the pages
-    have arrived, the tree's slots replace the request's own, and its state is accepted."""
+    """While a request loads pages, another request shares none of them, and hands over no state below them. When the
+    pages have arrived, the tree's slots replace the request's own, and its state is accepted."""
     tree, tokens = tree_of(MambaComponent(), page=2), np.arange(6)
     offered, state = torch.arange(11, 17), {MAMBA: torch.tensor([7])}
     tree.insert(tree.root, tokens[:2], torch.arange(1, 3))
     loading = tree.insert(tree.root, tokens, torch.arange(1, 7)).node
     tree.lock(loading)
     tree.pages[FULL].load[loading.rows] = 1
-    inserted = tree.insert(tree.root, tokens, offered, donated=state)
+    inserted = tree.insert(tree.root, tokens, offered, end_values=state)
     assert inserted.existing.tolist() == [1, 2] and not len(inserted.gained)
     assert (inserted.accepted_len, inserted.attached) == (2, set())
     tree.pages[FULL].load[loading.rows] = 0
     tree.unlock(loading)
     for attached in ({MAMBA}, set()):
-        inserted = tree.insert(tree.root, tokens, offered, donated=state)
+        inserted = tree.insert(tree.root, tokens, offered, end_values=state)
         assert inserted.existing.tolist() == [*range(1, 7)] and not len(inserted.gained)
         assert (inserted.accepted_len, inserted.attached) == (6, attached)
     tree.check()

@@ -1,13 +1,13 @@
-"""The contract of a cache component: the parts that move it between tiers, and its steps in each movement.
+"""The contract of a cache component: the parts that move it between tiers, and its steps in each transfer.
 
     build     tree_component_for, slot_space
     evict     available, num_evicting, count_eviction, free
     admit     refuse_impossible, needed, needed_to_join, fits_now, shortage, size_of, take, prepare_forward
     restore   first_required, pages_to_load, begin_load, device_ids, fail_load
-    commit    next_stop, commit_points, needed_to_donate, donate, release
+    commit    next_stop, commit_points, needed_to_hand_over, hand_over, release
     check     device_violations
 
-The movements (`hicache.flow.admit`, ...) call these methods for every component in the same order, FULL first. To add a
+The transfers (`hicache.flow.admit`, ...) call these methods for every component in the same order, FULL first. To add a
 component, write a subclass in a new file, and its counterpart in `hicache.pages.components`.
 """
 
@@ -26,8 +26,8 @@ from hicache.device.base import KVCache, SlotSpace
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.movement import Load
 from hicache.flow.packing import Packing
+from hicache.flow.page_transfer import Load
 from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
@@ -261,11 +261,11 @@ class CacheComponent(ABC):
         `tree_component.ends_matches`."""
         return [num_tokens // self.tree.page_size * self.tree.page_size]
 
-    def needed_to_donate(self, lease: Lease, length: int) -> int:
-        """Return the number of tokens or states that must be free before a call of `donate`."""
+    def needed_to_hand_over(self, lease: Lease, length: int) -> int:
+        """Return the number of tokens or states that must be free before a call of `hand_over`."""
         return 0
 
-    def donate(self, lease: Lease, length: int) -> torch.Tensor | None:
+    def hand_over(self, lease: Lease, length: int) -> torch.Tensor | None:
         """Return the device value that the tree stores at the end of the first `length` tokens, like a recurrent state.
         None: the component has no value there."""
         return None

@@ -15,7 +15,7 @@ from hicache.device.base import KVCache
 from hicache.errors import PromptTooLong
 from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.movement import Load
+from hicache.flow.page_transfer import Load
 from hicache.layout import ModelGeometry
 from hicache.pages.components import FullComponent, TreeComponent
 from hicache.pages.states import COPY, HELD

@@ -18,7 +18,7 @@ from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.errors import OutOfStates, ResourceExhausted
 from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, account_violations
 from hicache.flow.lease import Lease
-from hicache.flow.movement import Load
+from hicache.flow.page_transfer import Load
 from hicache.layout import ModelGeometry
 from hicache.pages.components import MambaComponent, TreeComponent
 from hicache.pages.table import Rows
@@ -110,10 +110,10 @@ class RecurrentState(CacheComponent):
             points = [lease.checkpoint_len, *points]
         return [point for point in points if point > lease.tree_len]
 
-    def needed_to_donate(self, lease: Lease, length: int) -> int:
+    def needed_to_hand_over(self, lease: Lease, length: int) -> int:
         return 0 if self._has_checkpoint(lease, length) else 1
 
-    def donate(self, lease: Lease, length: int) -> torch.Tensor:
+    def hand_over(self, lease: Lease, length: int) -> torch.Tensor:
         if self._has_checkpoint(lease, length):
             assert lease.mamba_checkpoint_idx is not None
             state, lease.mamba_checkpoint_idx = lease.mamba_checkpoint_idx.reshape(1), None

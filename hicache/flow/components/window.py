@@ -19,7 +19,7 @@ from hicache.errors import PromptTooLong
 from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, account_violations
 from hicache.flow.components.full import owned_slots
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.movement import Load
+from hicache.flow.page_transfer import Load
 from hicache.layout import ModelGeometry
 from hicache.pages.components import SwaComponent, TreeComponent
 from hicache.pages.table import NO_ROWS, Rows

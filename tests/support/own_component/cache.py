@@ -15,7 +15,7 @@ from hicache.config import EngineConfig
 from hicache.device.base import KVCache, SlotSpace
 from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import Lease
-from hicache.flow.movement import Load
+from hicache.flow.page_transfer import Load
 from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
 from hicache.pages.components import TreeComponent
 from hicache.pages.table import Rows
@@ -109,11 +109,11 @@ class LastHidden(CacheComponent):
 
     # Commit
 
-    def needed_to_donate(self, lease: Lease, length: int) -> int:
+    def needed_to_hand_over(self, lease: Lease, length: int) -> int:
         return int(lease.request_id in self._offered and self._offered[lease.request_id][0] == length)
 
-    def donate(self, lease: Lease, length: int) -> torch.Tensor | None:
-        if not self.needed_to_donate(lease, length):
+    def hand_over(self, lease: Lease, length: int) -> torch.Tensor | None:
+        if not self.needed_to_hand_over(lease, length):
             return None
         row = self._take()
         self._rows[int(row)] = self._offered.pop(lease.request_id)[1]

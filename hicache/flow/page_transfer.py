@@ -1,4 +1,4 @@
-"""The base classes of movements between tiers, and of their copies."""
+"""The base classes of transfers between tiers, and of their copies."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class Load(Copy):
     orphan_states: dict[Component, list[torch.Tensor]] = field(default_factory=dict, init=False)
 
 
-class Movement(ABC):
-    """A movement of pages and states between tiers by asynchronous operations. Scheduler thread.
+class PageTransfer(ABC):
+    """A transfer of pages and states between tiers by asynchronous operations. Scheduler thread.
 
     `is_partly_applied`: an error interrupted `poll` while it applied results, so some operations may count as in flight
     forever.
@@ -129,33 +129,33 @@ class Movement(ABC):
     def is_busy(self) -> bool:
         """Return whether any operation has not ended."""
 
-    def wait(self) -> None:  # noqa: B027 - most movements have nothing to wait for
+    def wait(self) -> None:  # noqa: B027 - most transfers have nothing to wait for
         """Block until all submitted copies have ended. The next `poll` applies their results."""
 
     def device_locks(self, component: Component) -> Iterable[Rows]:
-        """Yield the device rows that this movement locks."""
+        """Yield the device rows that this transfer locks."""
         return ()
 
     def loads_read(self) -> Iterable[Load]:
-        """Return the loads whose pages this movement reads, including failed loads."""
+        """Return the loads whose pages this transfer reads, including failed loads."""
         return ()
 
     def host_locks(self, component: Component) -> Iterable[Rows]:
-        """Yield the host rows of a component that this movement locks: pages that the movement writes, and pages that
+        """Yield the host rows of a component that this transfer locks: pages that the transfer writes, and pages that
         must not be evicted now."""
         return ()
 
 
-def settle(movements: Sequence[Movement], timeout_s: float) -> None:
-    """Poll until no movement has operations in flight. Raises InvariantError if no operation ends for `timeout_s`."""
+def settle(transfers: Sequence[PageTransfer], timeout_s: float) -> None:
+    """Poll until no transfer has operations in flight. Raises InvariantError if no operation ends for `timeout_s`."""
     ended_s = time.monotonic()
     while time.monotonic() - ended_s < timeout_s:
-        for movement in movements:
-            movement.wait()
-        has_ended = [movement.poll() for movement in movements]
+        for transfer in transfers:
+            transfer.wait()
+        has_ended = [transfer.poll() for transfer in transfers]
         if any(has_ended):
             ended_s = time.monotonic()
-        elif any(movement.is_busy() for movement in movements):
+        elif any(transfer.is_busy() for transfer in transfers):
             time.sleep(0.0005)
         else:
             return
