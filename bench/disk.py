@@ -190,7 +190,7 @@ def _fill(path: Path, case: _Case, pages: Sequence[PageBuffer]) -> None:
             page[:8] = np.frombuffer(i.to_bytes(8, "big"), dtype=np.uint8)
             items.append((_key(i), page))
         if not all(store.put(items)):
-            raise BenchUnavailable(f"the disk below {path} has no room for {case.num_pages} pages")
+            raise BenchUnavailable(f"the disk below {path} has no free space for {case.num_pages} pages")
     store.close()
 
 

@@ -145,8 +145,8 @@ class NotStored(HiCacheError, RuntimeError):
     def __init__(self, num_pages: int, causes: Sequence[str]) -> None:
         self.num_pages = num_pages
         super().__init__(
-            f"{num_pages} pages are not stored ({'; '.join(causes) or 'the store has no room for them'}); "
-            f"mend the store or raise its budget, and flush again"
+            f"{num_pages} pages are not stored ({'; '.join(causes) or 'the store is full'}); "
+            f"repair the store or raise its budget, and flush again"
         )
 
 

@@ -44,7 +44,9 @@ class PageCipher:
         return f"PageCipher(key_id={self.key_id!r})"
 
     def __reduce__(self) -> str:
-        raise StoreError("a cipher holds a key and is not to be copied out of the process; build it from the key there")
+        raise StoreError(
+            "a cipher contains a key and cannot be pickled; create another one from the key in the other process"
+        )
 
     def encrypt(self, plain: memoryview, associated: bytes, target: memoryview) -> memoryview:
         """Encrypt `plain` into `target`. Returns a view of the start of `target` with nonce, ciphertext and tag. The

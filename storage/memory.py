@@ -106,7 +106,7 @@ def _file_without_name(num_bytes: int) -> int:
             for start in range(0, num_bytes, HUGE_PAGE_BYTES):
                 os.pwrite(descriptor, bytes(min(HUGE_PAGE_BYTES, num_bytes - start)), start)
         except OSError as error:
-            what = f"memfd_create is refused, and {_SHARED_FOLDER} has no room for {num_bytes} bytes"
+            what = f"memfd_create is refused, and {_SHARED_FOLDER} has less than {num_bytes} bytes free"
             raise OSError(
                 error.errno, f"{error.strerror}: {what}; allow memfd_create, or raise docker run --shm-size"
             ) from error

@@ -129,7 +129,7 @@ class StoreFiles:
             num_sealed = sealed.num_pages()
         if sealed is None or (self.slots.num_misplaced and not keeps_index):
             if num_slots := self.slot_files.num_slots():
-                log.warning("the index of the store %s is built anew from its %d slots", self.path, num_slots)
+                log.warning("the index of the store %s is rebuilt from its %d slots", self.path, num_slots)
             self._build_index()
             self.rebuilt_pages = self.index.num_pages()
             if self.rebuilt_pages < num_sealed:

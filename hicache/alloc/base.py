@@ -132,7 +132,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Create an allocator whose slots are all free. `size`: number of slots without page 0, rounded down to a
         multiple of the page size. Raises ConfigError below one page."""
         if page_size < 1 or size < page_size:
-            raise ConfigError(f"size={size} holds no page of page_size={page_size}; raise device_tokens")
+            raise ConfigError(f"size={size} is less than a page of page_size={page_size}; raise device_tokens")
         self.size = size
         self.page_size = page_size
         self.dtype = dtype
@@ -322,7 +322,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Return whether `_free_pages` has `num_pages` pages. Released pages are merged into `_free_pages` if that is
         necessary and sufficient."""
         if num_pages < 0:
-            raise ShapeError(f"{num_pages} pages were asked for; ask for 0 or more")
+            raise ShapeError(f"{num_pages} pages were requested; request 0 or more")
         if num_pages <= self._free_pages.numel():
             return True
         self._settle()

@@ -55,7 +55,7 @@ def _parse(data: bytes, where: str) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise ConfigError(
-            f"{where} holds no key: it takes {KEY_BYTES} bytes, {_HEX_DIGITS} hex digits or their base64, "
+            f"{where} has no valid key: a key is {KEY_BYTES} bytes, {_HEX_DIGITS} hex digits or their base64, "
             f"as `openssl rand -hex {KEY_BYTES}` writes"
         )
     return key

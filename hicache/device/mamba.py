@@ -273,7 +273,7 @@ class MambaPool:
 
     def _take(self, num_states: int) -> torch.Tensor | None:
         if num_states < 0:
-            raise ShapeError(f"{num_states} states were asked for; ask for 0 or more")
+            raise ShapeError(f"{num_states} states were requested; request 0 or more")
         if num_states > self.free_slots.numel():
             return None
         slots = self.free_slots[:num_states].clone()

@@ -58,7 +58,7 @@ class HostPagePool:
         self.num_pages = host_bytes // self.page_bytes - 1
         if self.num_pages < 1:
             raise ConfigError(
-                f"{setting}={host_bytes} holds no page of {page_tokens} tokens of "
+                f"{setting}={host_bytes} is less than a page of {page_tokens} tokens of "
                 f"{self.page_bytes} bytes and a page for padding; "
                 f"raise {setting} to at least {2 * self.page_bytes}"
             )

@@ -398,7 +398,7 @@ class EvictionOrder(Columns):
         self.follow(self._before(rows[is_blocked & is_held]))
         return ~is_blocked
 
-    def leaving(self) -> Rows:
+    def eviction_order(self) -> Rows:
         """Return all evictable pages in the present order of eviction."""
         if self._generation != self.policy.generation:
             self._rank_all()

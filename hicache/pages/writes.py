@@ -189,7 +189,7 @@ class WriteSource:
     def walk(self) -> None:
         """Begin a walk through the pages that the tier would evict until half of its pool is free."""
         num_cold = self.pages.pool.num_pages // 2 - self.pages.pool.available()
-        self.cold = self.pages.order.leaving()[:num_cold] if num_cold > 0 else NO_ROWS
+        self.cold = self.pages.order.eviction_order()[:num_cold] if num_cold > 0 else NO_ROWS
         self.cold_ages = self.pages.table.age[self.cold]
         self.found = NO_ROWS
         self.num_used = 0

@@ -91,7 +91,7 @@ class JsonAnswers:
                 _library.TokenizerWrapper(_Bytes()), eos_token=[ByteTokenizer.end_id], slices=[]
             )
         if not isinstance(self._tokenizer, LocalTokenizer):
-            raise ConfigError("this tokenizer does not tell the bytes of its tokens")
+            raise ConfigError("this tokenizer does not report the bytes of its tokens")
         of_model = self._tokenizer.transformers_tokenizer
         try:
             size = max(self._vocab_size, len(of_model))

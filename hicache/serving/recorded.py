@@ -19,8 +19,8 @@ from hicache.serving.latent import absorbs
 
 SUPPORTED = (
     "supported are decoder-only models whose layers have full or chunked attention, a sliding window of one size, or, "
-    "beside full attention, a recurrent state of one convolution and one temporal part, with keys and values of one "
-    "shape for each kind, grouped heads included, or latent rows of one size"
+    "in addition to full attention, a recurrent state of one convolution and one temporal part, with keys and values "
+    "of one shape for each kind, grouped heads included, or latent rows of one size"
 )
 NUM_TOKENS = 6  # more tokens than a convolution window
 

@@ -321,9 +321,7 @@ def _verify_text(stats: dict[str, Any]) -> str:
         lines.append(printable(f"{fault['action'] or 'left as it is':<14}  {where}{fault['reason']}"))
     remedy = ""
     if faults and repaired:
-        remedy = (
-            f"; {left} left that cannot be repaired, remove the directory" if left else "; the store is whole again"
-        )
+        remedy = f"; {left} left that cannot be repaired, remove the directory" if left else "; the store is repaired"
     elif faults:
         remedy = "; --repair deletes bad pages and rebuilds the index"
     verdict = f"{len(faults)} fault(s)" if faults else "no faults"

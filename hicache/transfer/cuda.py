@@ -115,7 +115,7 @@ class CudaTransfer:
         """Drop all steps that are not queued. Streams cannot be stopped, and the caller will release the memory that
         the streams use. Therefore this method waits for the streams until `deadline_s`."""
         for load_id in self._loads.clear():
-            self._counter.fail(load_id, TransferError("the engine of this load is gone"))
+            self._counter.fail(load_id, TransferError("the engine of this load has been deleted"))
         self._stores.clear()
         try:
             while not all(stream.query() for stream in self._streams()) and time.monotonic() < deadline_s:

@@ -289,7 +289,7 @@ class Session(Connection):
 
     def _open(self, request: object) -> None:
         if self._status is not None:
-            raise FrameError("a client asks for a second store")
+            raise FrameError("a client requests a second store")
         if not isinstance(request, dict) or request.pop("version", None) != frames.VERSION:
             raise FrameError(f"this store process speaks version {frames.VERSION} of its frames")
         self._status = StatusWriter(self._descriptor())

@@ -89,7 +89,7 @@ class SharedMemories:
         for number, (_, start, num_bytes) in enumerate(self._memories, 1):
             if start <= first and last + page_bytes <= start + num_bytes:
                 return Pages(number, page_bytes, array("Q", map((base - start).__add__, places)))
-        raise StoreError("a page lies in memory that the store process does not share")
+        raise StoreError("a page is in memory that the store process does not share")
 
 
 class ClientMemory:

@@ -292,7 +292,7 @@ def test_the_key_of_an_encrypted_store(
     assert here(capsys, "verify", tmp_path / "s")["decrypted"] is True
     assert "both set" in refused(capsys, "store", "ls", tmp_path / "s", *with_key)
     monkeypatch.setenv("HICACHE_DISK_KEY", "no key")
-    assert "HICACHE_DISK_KEY holds no key" in refused(capsys, "store", "ls", tmp_path / "s")
+    assert "HICACHE_DISK_KEY has no valid key" in refused(capsys, "store", "ls", tmp_path / "s")
 
 
 def test_a_store_of_another_user_is_not_called_absent(path: Path) -> None:

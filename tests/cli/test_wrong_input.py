@@ -113,7 +113,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("verify {tmp}/empty", "{tmp}/empty"),
         ("verify {tmp}/other", "{tmp}/other"),
         ("verify {tmp}/store --key-file {tmp}/none", "key_file"),
-        ("verify {tmp}/store --key-file {tmp}/file", "holds no key"),
+        ("verify {tmp}/store --key-file {tmp}/file", "has no valid key"),
         ("ls {tmp}/file", "{tmp}/file"),
         ("ls {tmp}/store --limit 0", "--limit"),
         (f"ls {{tmp}}/store --limit {HUGE}", "--limit"),

@@ -146,7 +146,7 @@ def test_the_computed_beginning_is_kept_before_the_read_end(store: PacedStore) -
         engine.release(lease)
         settled(engine)
         pages = engine.inspect.context.full.pages
-        assert pages.table.index[pages.order.leaving()].tolist() == [*range(23, -1, -1)]
+        assert pages.table.index[pages.order.eviction_order()].tolist() == [*range(23, -1, -1)]
 
 
 def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:

@@ -32,7 +32,7 @@ def test_it_ranks_the_pages_that_a_tier_evicts(policy: str, expected: str, monke
     for keys in PROMPTS:
         tier.complete(tier.reserve(tier.table.add(keys), COPY))
     tier.check()
-    assert b" ".join(tier.table.keys_of(tier.order.leaving())).decode() == expected
+    assert b" ".join(tier.table.keys_of(tier.order.eviction_order())).decode() == expected
     evicted = list[bytes]()
     while len(rows := tier.order.take(1)):
         evicted += tier.table.keys_of(rows)

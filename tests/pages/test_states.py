@@ -267,7 +267,7 @@ def test_pages_that_queued_requests_need_leave_last_and_are_not_discarded() -> N
     tier.expect(rows, 1)
     tier.discard(tier.held([*expected, *plain][1:3]))
     assert {*tier} == {b"a0", b"a1", b"b1"}
-    assert tier.table.keys_of(tier.order.leaving()) == [b"b1", b"a1", b"a0"]
+    assert tier.table.keys_of(tier.order.eviction_order()) == [b"b1", b"a1", b"a0"]
     tier.expect(rows, -1)
     tier.discard(rows)
     tier.check()
@@ -328,7 +328,7 @@ def test_kept_pages_stay_within_their_limit() -> None:
     for keys in prompts:
         tier.keep_until(tier.held(keys), 60.0, 3)
         assert tier.order.num_kept <= 3
-    assert tier.table.keys_of(tier.order.leaving()) == [b"a1", b"a0", b"b1", b"b0", b"c0"]
+    assert tier.table.keys_of(tier.order.eviction_order()) == [b"a1", b"a0", b"b1", b"b0", b"c0"]
     assert {*tier.table.keys_of(np.flatnonzero(tier.order.keep))} == {b"b0", b"b1", b"c0"}
 
 
@@ -353,9 +353,9 @@ def test_of_pages_that_the_tier_above_has_the_last_ones_leave_first() -> None:
     tier.is_exclusive = True
     for keys in prompts:
         tier.came_above(tier.held(keys))
-    assert tier.table.keys_of(tier.order.leaving()) == [b"b0", b"b1", b"a0", b"a1"]
+    assert tier.table.keys_of(tier.order.eviction_order()) == [b"b0", b"b1", b"a0", b"a1"]
     tier.use(tier.held(prompts[0]))
-    assert tier.table.keys_of(tier.order.leaving()) == [b"a0", b"a1", b"b0", b"b1"]
+    assert tier.table.keys_of(tier.order.eviction_order()) == [b"a0", b"a1", b"b0", b"b1"]
 
 
 def test_a_page_that_was_used_after_it_entered_a_batch_does_not_leave_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_pages_refused_by_a_store_stay_on_the_host() -> None:
         assert engine.stats()["persist.failed_pages"] >= NUM_PAGES and not any(store.contains(keys))
         for n in (2, 3):  # the device holds one prompt
             serve(engine, f"b{n}", prompt(n))
-            with pytest.raises(NotStored, match="no room"):
+            with pytest.raises(NotStored, match="the store is full"):
                 engine.flush()
         assert serve(engine, "c", tokens).hit == Hit(host=CACHED_LEN)
         assert engine.stats()["disk.writes_opens"] == engine.stats()["disk.writes_failures"] == 0

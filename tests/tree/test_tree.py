@@ -30,9 +30,9 @@ def test_match_changes_nothing() -> None:
     tree = tree_of(page=2)
     for base in (0, 10, 20):
         tree.insert(tree.root, np.arange(base, base + 8), torch.arange(8) + base + 1)
-    leaving, num_nodes = tree.pages[FULL].order.leaving(), tree.num_nodes
+    leaving, num_nodes = tree.pages[FULL].order.eviction_order(), tree.num_nodes
     tree.match(np.arange(0, 5))
-    assert np.array_equal(tree.pages[FULL].order.leaving(), leaving) and tree.num_nodes == num_nodes
+    assert np.array_equal(tree.pages[FULL].order.eviction_order(), leaving) and tree.num_nodes == num_nodes
 
 
 def test_page_keys_do_not_depend_on_splits() -> None:

@@ -68,7 +68,7 @@ class _Chunk(NamedTuple):
     num_tokens: int
 
 
-class _LeavingChunk(NamedTuple):
+class _EvictedChunk(NamedTuple):
     """A chunk of which the GPU evicts a block. `last`: id of the chunk's last block. `num_tokens`: tokens of the prompt
     up to the chunk's end."""
 
@@ -181,11 +181,11 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         """Apply the hints of finished requests before this step stores their chunks, because hints decide whether the
         chunks are stored. vLLM reports finished requests to the manager only after the stores."""
         copies = self._policy.copies
-        copies.leaving = {self._chunk_of.get(block_hash, block_hash) for block_hash in self._step.evicted}
+        copies.evicted = {self._chunk_of.get(block_hash, block_hash) for block_hash in self._step.evicted}
         for status in map(self._req_status.get, finished):
             if status is not None and (copies.ended or hints_of(status.req_context).session_end):
                 self.manager.apply_hints(status.req_context)
-        copies.leaving = ()
+        copies.evicted = ()
 
     def _skip_computed(self, num_scheduled_tokens: dict[str, int]) -> None:
         """Mark all chunks of these requests as stored. Otherwise vLLM would examine all blocks of their sliding windows
@@ -232,15 +232,15 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         chunks = dict[OffloadKey, _Chunk]()
         held = dict[OffloadKey, None]()
         for block_hash, evicted in self._step.evicted.items():
-            leaving = self._leaving_chunk(block_hash, evicted.block_id, evicted.num_tokens)
-            if leaving is None or self._block_of(block_hash) is not None:
+            candidate = self._chunk_to_evict(block_hash, evicted.block_id, evicted.num_tokens)
+            if candidate is None or self._block_of(block_hash) is not None:
                 continue
-            key = leaving.key
+            key = candidate.key
             if self._policy.get(key) is not None:
                 if key not in self._offered:
                     held[key] = None
-            elif (blocks := self._blocks_of(key, leaving.last, is_late=True)) is not None:
-                chunks[key] = _Chunk(blocks, leaving.num_tokens)
+            elif (blocks := self._blocks_of(key, candidate.last, is_late=True)) is not None:
+                chunks[key] = _Chunk(blocks, candidate.num_tokens)
             else:
                 self._note_incomplete(key)
         self._policy.copies.ended.difference_update(self._step.evicted)
@@ -263,13 +263,13 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
             if key in self._offered:
                 offered.add(key)
                 continue
-            leaving = self._leaving_chunk(block_hash, block.block_id, block.block_hash_num_tokens)
-            if leaving is None or self._block_of(block_hash) != block.block_id:
+            candidate = self._chunk_to_evict(block_hash, block.block_id, block.block_hash_num_tokens)
+            if candidate is None or self._block_of(block_hash) != block.block_id:
                 continue
             if self._policy.get(key) is not None:
                 held[key] = None
-            elif (blocks := self._blocks_of(key, leaving.last, is_late=False)) is not None:
-                chunks[key] = _Chunk(blocks, leaving.num_tokens)
+            elif (blocks := self._blocks_of(key, candidate.last, is_late=False)) is not None:
+                chunks[key] = _Chunk(blocks, candidate.num_tokens)
         self._policy.evicted_from_gpu([*held][::-1])
         self._offered = offered.union(held)
         return self._store(chunks, is_late=False)
@@ -361,7 +361,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
         hashes = self._hashes_of.get(key, (key,)) if is_windowed else (key,)
         return all(self._block_of(block_hash) is not None for block_hash in hashes)
 
-    def _leaving_chunk(self, block_hash: bytes, block_id: int, num_tokens: int | None) -> _LeavingChunk | None:
+    def _chunk_to_evict(self, block_hash: bytes, block_id: int, num_tokens: int | None) -> _EvictedChunk | None:
         """Return the chunk that is stored when the GPU evicts this block; None if no chunk should be stored then. A
         block that does not end its chunk causes a store only if the chunk's last block is computed and still
         cached."""
@@ -374,7 +374,7 @@ class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
             num_tokens = last.block_hash_num_tokens
         if num_tokens is None or not self._ends_chunk(key, num_tokens):
             return None
-        return _LeavingChunk(key, block_id, num_tokens)
+        return _EvictedChunk(key, block_id, num_tokens)
 
     def _ends_chunk(self, block_hash: bytes, num_tokens: int) -> bool:
         """Return whether a chunk ends with the block that has this hash, and whether this chunk should be stored."""

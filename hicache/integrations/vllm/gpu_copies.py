@@ -30,7 +30,7 @@ class GpuCopies:
         self._flagged = set[OffloadKey]()
         self._evictable = dict[OffloadKey, None]()  # flagged chunks that no transfer uses; the newest flag is last
         self.ended = set[OffloadKey]()  # chunks on the GPU whose sessions have ended: they are not stored
-        self.leaving: Container[OffloadKey] = ()  # chunks that this step evicts from the GPU, until their stores begin
+        self.evicted: Container[OffloadKey] = ()  # chunks that this step evicts from the GPU, until their stores begin
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._flagged
@@ -55,7 +55,7 @@ class GpuCopies:
     def end_session(self, keys: Collection[OffloadKey]) -> None:
         """Record that the session of these chunks has ended. Chunks on the GPU are then not stored, unless a request
         hits them."""
-        self.ended.update(key for key in keys if self.is_on_gpu(key) or key in self.leaving)
+        self.ended.update(key for key in keys if self.is_on_gpu(key) or key in self.evicted)
 
     def clear(self) -> None:
         self._flagged.clear()

@@ -129,16 +129,16 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         super().__init__(dataclasses.replace(config, **changed))
         if self.num_chunks < 1:
             raise ConfigError(
-                f"cpu_bytes_to_use={num_bytes} holds no chunk of "
+                f"cpu_bytes_to_use={num_bytes} is less than a chunk of "
                 f"{self.kv_bytes_per_chunk} bytes; raise it to a multiple of that, or lower block_size"
             )
 
     @staticmethod
     def _checked(given: Mapping[str, Any]) -> OffloadingSettings:
         settings = offloading_settings(given)
-        if settings.store == "leaving":
+        if settings.store == "evicted":
             raise ConfigError(
-                "store=leaving: OffloadingConnector stores chunks when they are computed; set kv_connector to "
+                "store=evicted: OffloadingConnector stores chunks when they are computed; set kv_connector to "
                 "HiCacheConnector and kv_connector_module_path to hicache.integrations.vllm"
             )
         return settings
@@ -197,7 +197,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         if num_blocks <= num_gpu_blocks:
             needed = num_gpu_blocks // self.blocks_per_chunk * self.kv_bytes_per_chunk
             log.warning(
-                "the CPU tier brings nothing: it has %d blocks, the GPU's cache has %d, and chunks are stored when "
+                "the CPU tier adds no hits: it has %d blocks, the GPU's cache has %d, and chunks are stored when "
                 "they are computed, so the GPU has the same chunks; set %scpu_bytes_to_use to more than %d",
                 num_blocks,
                 num_gpu_blocks,

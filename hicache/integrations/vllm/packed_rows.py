@@ -275,7 +275,7 @@ class PackedChunkLink:
         that this worker stored."""
         tag, rest = self.rests.get(row, (b"", torch.empty(0)))
         if not tag or (self._trailers[row] != self._trailer(RowKind.RAW, tag)).any():
-            raise TransferError(f"row {row} of the CPU tier holds no chunk that this worker can read")
+            raise TransferError(f"row {row} of the CPU tier has no chunk that this worker can read")
         return rest
 
     def _trailer(self, kind: RowKind, tag: bytes = bytes(8)) -> npt.NDArray[np.uint8]:

@@ -266,7 +266,7 @@ async def _until_stopped(
     if not serving.done():
         url = _url(listener)
         if not context.api_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-            log.warning("other machines may ask without a key; set HICACHE_API_KEY")
+            log.warning("other machines can send requests without an API key; set HICACHE_API_KEY")
         log.info("listening", extra={"fields": {"url": url, "model": ", ".join(context.names)}})
         for handler in logging.getLogger().handlers:  # earlier log lines precede the announcement
             handler.flush()

@@ -52,4 +52,4 @@ def _serve(
         asyncio.run(until_stopped())
     finally:
         if not listening.done():
-            listening.set_exception(ConfigError("the server did not start; 'hicache serve' tells why"))
+            listening.set_exception(ConfigError("the server did not start; run 'hicache serve' to see the reason"))

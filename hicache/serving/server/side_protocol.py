@@ -15,9 +15,9 @@ from hicache.serving.server.protocol import Body, Message
 class TokenizeTextBody(Body):
     model: Text | None = None
     prompt: Text
-    add_special_tokens: Annotated[bool, Field(description="those around a whole prompt; true unless given")] | None = (
-        None
-    )
+    add_special_tokens: (
+        Annotated[bool, Field(description="tokens before and after a complete prompt; true unless given")] | None
+    ) = None
     return_token_strs: bool | None = None
 
     def without_texts(self) -> TokenizeTextBody:
@@ -72,7 +72,7 @@ def _of_memory(tier: object) -> object:
     if tier in ("disk", "remote"):
         raise PydanticCustomError(
             "not_of_memory",
-            "stores have other users, and outlive a server; ask with a new cache_salt, or remove them",
+            "a store may have other users, and remains after the server; send a new cache_salt, or remove the store",
         )
     return tier
 

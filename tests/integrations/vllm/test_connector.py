@@ -161,11 +161,11 @@ def test_the_cpu_tier_has_what_the_gpu_lacks(runs: Any, num_chunks: int, given: 
 
 
 PROGRAMS = [
-    ("leaving", 1, False, 5),
+    ("evicted", 1, False, 5),
     ("computed", 1, False, 5),
-    ("leaving", 1, True, 5),
+    ("evicted", 1, True, 5),
     ("computed", 1, True, 5),
-    ("leaving", 2, False, 5),
+    ("evicted", 2, False, 5),
     ("computed", 2, True, 5),
 ]
 
@@ -378,7 +378,7 @@ def test_chunks_that_are_computed_later_keep_the_hashes_of_their_blocks(runs: An
 @pytest.mark.parametrize(
     ("connector", "given", "message"),
     [
-        ("HiCacheConnector", {"extra": {"store": "often"}}, "store='often': choose one of auto, computed, leaving"),
+        ("HiCacheConnector", {"extra": {"store": "often"}}, "store='often': choose one of auto, computed, evicted"),
         ("HiCacheConnector", {"extra": {"spec_name": "CPUOffloadingSpec"}}, "spec_name=CPUOffloadingSpec: .* remove"),
         ("HiCacheConnector", {"extra": {"offload_prompt_only": True}}, "offload_prompt_only=true .* remove"),
         (
@@ -388,10 +388,10 @@ def test_chunks_that_are_computed_later_keep_the_hashes_of_their_blocks(runs: An
         ),
         (
             "HiCacheConnector",
-            {"enable_prefix_caching": False, "extra": {"store": "leaving"}},
-            "store=leaving: without --enable-prefix-caching .* set store to auto",
+            {"enable_prefix_caching": False, "extra": {"store": "evicted"}},
+            "store=evicted: without --enable-prefix-caching .* set store to auto",
         ),
-        ("OffloadingConnector", {"extra": {"store": "leaving"}}, "store=leaving: .* set kv_connector to HiCacheConn"),
+        ("OffloadingConnector", {"extra": {"store": "evicted"}}, "store=evicted: .* set kv_connector to HiCacheConn"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, connector: str, given: dict[str, Any], message: str) -> None:
@@ -432,7 +432,7 @@ def test_a_cpu_tier_that_repeats_the_gpu_is_reported(
         started = spec(offloading_config(cache, {"cpu_bytes_to_use": num_rows * cache.chunk_bytes}))
         started.is_fallback = is_fallback
         started.get_worker(cache.on("cpu")).shutdown()
-    reported = {record.getMessage() for record in caplog.records if "brings nothing" in record.getMessage()}
+    reported = {record.getMessage() for record in caplog.records if "adds no hits" in record.getMessage()}
     assert len(reported) == warns
     if warns:
         [message] = reported
