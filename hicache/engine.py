@@ -74,7 +74,7 @@ _MODES = get_args(PrefetchMode)
 _MAX_COUNT = (1 << 63) - 1
 _MAX_RANK = (1 << 31) - 1  # maximum priority and number of uses: up to 2^31, eviction ranks (sums of floats) are exact
 MAX_NEXT_TURN_S = 86_400.0  # a day; a next turn after more than a day may still hit pages that were not evicted
-# The maximum tokens and seconds of a reported pass, so that a wrong report spoils the estimates only briefly.
+# The maximum tokens and seconds of a reported pass, so that a wrong report distorts the estimates only briefly.
 _MAX_PASS_TOKENS, _MAX_PASS_S = 1 << 32, 1e6
 C = TypeVar("C", bound=CacheComponent)
 P = ParamSpec("P")

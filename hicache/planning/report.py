@@ -84,7 +84,7 @@ def _show_times(plan: Mapping[str, Any]) -> None:
     else:
         for tier, tokens in plan["break_even_tokens"].items():
             if tier in {t["name"] for t in plan["tiers"]}:
-                verdict = "never pays" if tokens is None else f"pays from {counted(tokens)} tokens on"
-                notes.append(f"loading from the {tier} {verdict}")
+                verdict = "for no length" if tokens is None else f"from {counted(tokens)} tokens on"
+                notes.append(f"loading from the {tier} is not slower than computing {verdict}")
     headings = ("tokens", "GiB", "compute ms", "from host ms", "from disk ms")
     print_table(headings, rows, title="time of a prefix", notes=notes)
