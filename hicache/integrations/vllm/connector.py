@@ -84,8 +84,8 @@ class HiCacheConnector(OffloadingConnector):
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
         self.connector_worker: OffloadingConnectorWorker | None = None
         reason = reason_for_eager_stores(vllm_config, kv_cache_config, config)
-        if reason is not None and config.extra_config.get("store") == "evicted":
-            raise ConfigError(f"store=evicted: {reason}; set store to auto")
+        if reason is not None and config.extra_config.get("store") == "leaving":
+            raise ConfigError(f"store=leaving: {reason}; set store to auto")
         spec = ConnectorSpec(config) if reason is None else HiCacheOffloadingSpec(config)
         spec.is_fallback = reason is not None
         if role == KVConnectorRole.WORKER:

@@ -14,7 +14,7 @@ from hicache.host.memory import available_bytes, free_bytes
 from hicache.integrations.server_store import ServerStoreConfig, server_store_config
 from hicache.integrations.vllm.region_files import agreed_bytes, shared_bytes
 
-StoreTime: TypeAlias = Literal["auto", "computed", "evicted"]
+StoreTime: TypeAlias = Literal["auto", "computed", "leaving"]
 
 _MIN_BYTES = 1 << 12
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
@@ -65,8 +65,8 @@ class OffloadingSettings:
         StoreTime,
         Choice(
             "when HiCacheConnector stores a chunk in the CPU tier: computed: when it has been computed, and at its "
-            "eviction from the GPU if the CPU tier has evicted it; evicted: only at its eviction from the GPU; auto: "
-            "computed with a disk or other secondary tiers, otherwise evicted",
+            "eviction from the GPU if the CPU tier has evicted it; leaving: only at its eviction from the GPU; auto: "
+            "computed with a disk or other secondary tiers, otherwise leaving",
             get_args(StoreTime),
         ),
     ] = "auto"

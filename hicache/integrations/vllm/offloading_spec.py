@@ -136,9 +136,9 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     @staticmethod
     def _checked(given: Mapping[str, Any]) -> OffloadingSettings:
         settings = offloading_settings(given)
-        if settings.store == "evicted":
+        if settings.store == "leaving":
             raise ConfigError(
-                "store=evicted: OffloadingConnector stores chunks when they are computed; set kv_connector to "
+                "store=leaving: OffloadingConnector stores chunks when they are computed; set kv_connector to "
                 "HiCacheConnector and kv_connector_module_path to hicache.integrations.vllm"
             )
         return settings

@@ -161,11 +161,11 @@ def test_the_cpu_tier_has_what_the_gpu_lacks(runs: Any, num_chunks: int, given: 
 
 
 PROGRAMS = [
-    ("evicted", 1, False, 5),
+    ("leaving", 1, False, 5),
     ("computed", 1, False, 5),
-    ("evicted", 1, True, 5),
+    ("leaving", 1, True, 5),
     ("computed", 1, True, 5),
-    ("evicted", 2, False, 5),
+    ("leaving", 2, False, 5),
     ("computed", 2, True, 5),
 ]
 
@@ -388,10 +388,10 @@ def test_chunks_that_are_computed_later_keep_the_hashes_of_their_blocks(runs: An
         ),
         (
             "HiCacheConnector",
-            {"enable_prefix_caching": False, "extra": {"store": "evicted"}},
-            "store=evicted: without --enable-prefix-caching .* set store to auto",
+            {"enable_prefix_caching": False, "extra": {"store": "leaving"}},
+            "store=leaving: without --enable-prefix-caching .* set store to auto",
         ),
-        ("OffloadingConnector", {"extra": {"store": "evicted"}}, "store=evicted: .* set kv_connector to HiCacheConn"),
+        ("OffloadingConnector", {"extra": {"store": "leaving"}}, "store=leaving: .* set kv_connector to HiCacheConn"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, connector: str, given: dict[str, Any], message: str) -> None:
