@@ -108,6 +108,13 @@ def sized(num_bytes: int) -> str:
     return rounded(num_bytes) if num_bytes < 1024 else f"{rounded(num_bytes)} ({num_bytes} bytes)"
 
 
+def flag_size(num_bytes: int) -> str:
+    """Return an exact size in the form that flags take, in the largest unit that has no fraction: `64GB`, `2MiB`."""
+    bases = ((1024, "i"), (1000, ""))
+    units = [(base**power, f"{'KMGT'[power - 1]}{binary}B") for power in (4, 3, 2, 1) for base, binary in bases]
+    return next((f"{num_bytes // unit}{name}" for unit, name in units if num_bytes % unit == 0), str(num_bytes))
+
+
 def gib(num_bytes: int) -> str:
     """Return a number of bytes in GiB, for a column: `1,234.50`."""
     return f"{num_bytes / (1 << 30):,.2f}"

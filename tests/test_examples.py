@@ -180,4 +180,4 @@ def test_the_tour_shows_the_whole_small_engine(capsys: pytest.CaptureFixture[str
     assert [line for line in shown if line] == [line for line in program if line]
     runpy.run_path(str(TINY_ENGINE), run_name="__main__")
     printed = capsys.readouterr().out.splitlines()
-    assert "".join(f"    {line}\n" for line in printed) in tour
+    assert "".join(f"{line}\n" for line in ("```text", *printed, "```")) in tour

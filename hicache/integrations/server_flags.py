@@ -67,6 +67,8 @@ def size(text: str) -> str:
         num_bytes = parse_bytes(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if num_bytes == 0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0, like 64GB")
     if text.isdecimal() and num_bytes < _MIN_PLAIN_BYTES:
         raise argparse.ArgumentTypeError(f"{text} means {text} bytes; add a unit, like {text}GB")
     return text

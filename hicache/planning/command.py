@@ -15,7 +15,7 @@ from typing import Any
 
 from hicache.config import EngineConfig
 from hicache.config.settings import Integer, Number, Size, Tokens, as_flag, settings_of
-from hicache.console import path_flag, progress
+from hicache.console import flag_size, path_flag, progress, rounded
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.memory import DEPLOYMENTS, MemoryPlan, PlanRequest, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
@@ -44,7 +44,8 @@ class HitRow:
 @dataclass(frozen=True)
 class Plan:
     """The plan of a model on a machine. `break_even_*`: shortest prefix, in tokens, whose load is not slower than
-    computing it; None: there is none, or a rate is unknown."""
+    computing it; None: there is none, or a rate is unknown. `serve`: the command for these sizes, "" if there is none.
+    `notes`: what a user should know about the command, or why there is none."""
 
     model: PlannedModel
     machine: Machine
@@ -54,6 +55,7 @@ class Plan:
     break_even_disk: int | None
     hits: tuple[HitRow, ...]
     serve: str
+    notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as values for JSON. Sizes are in bytes. The sizes in `memory` are those of one GPU."""
@@ -84,6 +86,7 @@ class Plan:
             "break_even_tokens": {"host": self.break_even_host, "disk": self.break_even_disk},
             "hit_rates": [dataclasses.asdict(row) for row in self.hits],
             "serve": self.serve,
+            "notes": self.notes,
             "engine": start_values(memory),
         }
 
@@ -165,6 +168,7 @@ def run(flags: argparse.Namespace) -> int:
     with progress("replaying the trace") as step:
         step(0, None)
         hits = () if trace is None else tuple(_hit_rows(trace, memory, flags.policy))
+    serve, notes = _serve(flags, model, memory)
     plan = Plan(
         model=model,
         machine=machine,
@@ -173,7 +177,8 @@ def run(flags: argparse.Namespace) -> int:
         break_even_host=times.break_even(lambda length: length.load_s),
         break_even_disk=times.break_even(lambda length: length.disk_s) if flags.disk else None,
         hits=hits,
-        serve=_serve(flags, memory),
+        serve=serve,
+        notes=tuple(notes),
     )
     if flags.json:
         print(json.dumps(plan.to_json()))
@@ -195,17 +200,17 @@ def start_values(memory: MemoryPlan) -> dict[str, Any]:
     return values
 
 
-def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
-    """Return the command that starts a server with the planned settings, or that prints vLLM's flag for them. Empty for
-    several GPUs, which `hicache serve` does not support, and for vLLM without a host tier."""
+def _serve(flags: argparse.Namespace, model: PlannedModel, memory: MemoryPlan) -> tuple[str, list[str]]:
+    """Return the command that starts a server with the planned settings, or that prints vLLM's flag for them, and notes
+    about it. The command is empty for several GPUs, which `hicache serve` does not support."""
     if flags.deployment not in (None, "serve"):
-        return _vllm_config(flags, memory)
+        return _vllm_config(flags, model, memory)
     if flags.gpus > 1:
-        return ""
+        return "", []
     start = memory.start
-    model = flags.model if Path(flags.model).exists() else "MODEL"
-    if Path(model).is_file():
-        model = str(Path(model).parent)
+    name = flags.model if Path(flags.model).exists() else "MODEL"
+    if Path(name).is_file():
+        name = str(Path(name).parent)
     given: dict[str, object] = {
         "--device-tokens": start.device_tokens,
         "--host-bytes": start.host_bytes,
@@ -217,17 +222,31 @@ def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
         given["--dtype"] = start.dtype
     if start.disk is not None:
         given |= {"--disk-path": start.disk.path, "--disk-budget-bytes": start.disk.budget_bytes}
-    return shlex.join(["hicache", "serve", model, *(str(part) for pair in given.items() for part in pair)])
+    return shlex.join(["hicache", "serve", name, *(str(part) for pair in given.items() for part in pair)]), []
 
 
-def _vllm_config(flags: argparse.Namespace, memory: MemoryPlan) -> str:
-    host_bytes = sum(tier.num_bytes for tier in memory.tiers if tier.name == "host")
-    if not host_bytes:
-        return ""
-    given = ["--cpu", str(host_bytes)]
+def _vllm_config(flags: argparse.Namespace, model: PlannedModel, memory: MemoryPlan) -> tuple[str, list[str]]:
+    """Return the command that prints vLLM's flag, and notes about it. The command is empty without a host tier, and if
+    the host tier would add no tokens and there is no disk."""
+    device, host = memory.tiers[0], next((tier for tier in memory.tiers if tier.name == "host"), None)
+    if host is None:
+        return "", []
+    notes = []
+    if flags.gpus > 1 and flags.deployment == "connector":
+        notes.append("HiCacheConnector was measured on one GPU only; for several GPUs choose --deployment spec")
+    if memory.memory_tokens == device.num_tokens:
+        needed = device.num_tokens * host.num_bytes // host.num_tokens
+        other = ", or choose --deployment connector" if flags.deployment == "spec" else ""
+        notes.append(f"to add tokens, give --host-memory above {rounded(needed)}, better twice as much{other}")
+        if not flags.disk:
+            return "", notes
+    given = ["--cpu", flag_size(host.num_bytes)]
+    if {*model.geometry.kinds} == {"full"} and model.geometry.latent is None:
+        given += ["--chunk-blocks", "4"]
     if flags.disk:
-        given += ["--disk", f"{Path(flags.disk_path).absolute()}:{flags.disk}"]
-    return shlex.join(["hicache", "vllm-config", "--plugin", flags.deployment, *given])
+        path = "/PATH" if flags.disk_path == PlanRequest.disk_path else Path(flags.disk_path).absolute()
+        given += ["--disk", f"{path}:{flag_size(flags.disk)}"]
+    return shlex.join(["hicache", "vllm-config", "--plugin", flags.deployment, *given]), notes
 
 
 def _deployments(memory: MemoryPlan) -> list[dict[str, Any]]:

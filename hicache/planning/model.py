@@ -47,7 +47,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
         model = _without_weights(values)
     except Exception as error:  # transformers may raise any exception of the code that it calls
         text = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"--model {given}: not the configuration of a causal language model: {text[:200]}") from error
+        raise ConfigError(f"model {given}: not the configuration of a causal language model: {text[:200]}") from error
     try:
         with FlopCounterMode(display=False) as counter:
             geometry = untried_geometry(model)
@@ -56,7 +56,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
     except Exception as error:  # the model may read values of tensors, which "meta" lacks
         text = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"--model {given}: {type(model).__name__} cannot run without weights, so it cannot be planned: {text}"
+            f"model {given}: {type(model).__name__} cannot run without weights, so it cannot be planned: {text}"
         ) from error
     config, num_active = model.config.get_text_config(), _token_flops(model, counter) // 2
     if weight_bytes is None:
@@ -83,13 +83,13 @@ def _values(given: str) -> tuple[dict[str, Any], Path]:
             values, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)
     except OSError as error:
         raise ConfigError(
-            f"--model {given}: {error.strerror}: {path}; give a transformers config.json, a folder with one, or one of "
+            f"model {given}: {error.strerror}: {path}; give a transformers config.json, a folder with one, or one of "
             f"{', '.join(PRESETS)}"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"--model {given}: {path} is not JSON: {error}") from error
+        raise ConfigError(f"model {given}: {path} is not JSON: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ConfigError(f"--model {given}: {path} has no model_type; give the config.json of a transformers model")
+        raise ConfigError(f"model {given}: {path} has no model_type; give the config.json of a transformers model")
     return values, path
 
 
@@ -180,13 +180,13 @@ def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
         bits_each = _BITS[method]
     else:
         raise ConfigError(
-            f"--model {given}: weights quantised by {method} take bytes that are not known here; give --weight-bytes"
+            f"model {given}: weights quantised by {method} take bytes that are not known here; give --weight-bytes"
         )
     try:
         quantised = [module for name, module in _multiplied(model) if _is_quantised(name, settings)]
     except (AttributeError, TypeError, re.error) as error:
         raise ConfigError(
-            f"--model {given}: quantization_config names modules in a form that is not known here; give --weight-bytes"
+            f"model {given}: quantization_config names modules in a form that is not known here; give --weight-bytes"
         ) from error
     for weight in (weight for module in quantised for weight in module.parameters() if weight.ndim > 1):
         total += int(weight.numel() * bits_each / 8) - weight.nbytes

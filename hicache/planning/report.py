@@ -43,10 +43,14 @@ def show(plan: Mapping[str, Any], deployment: str | None = None) -> None:
             for row in plan["hit_rates"]
         ]
         print_table(("tiers", "tokens", "hit rate"), hits, title="hit rate of the trace")
-    settings = " ".join(f"{setting}={value}" for setting, value in plan["engine"].items())
-    other = f"hicache serve uses one GPU. For each of {gpus} processes of another server:"
-    print("start with" if plan["serve"] else other)
-    print(f"  {printable(plan['serve'] or settings)}")
+    if plan["serve"]:
+        print("start with", f"  {printable(plan['serve'])}", sep="\n")
+    elif deployment in (None, "serve"):
+        settings = " ".join(f"{setting}={value}" for setting, value in plan["engine"].items())
+        other = f"hicache serve uses one GPU. For each of {gpus} processes of another server:"
+        print(other, f"  {printable(settings)}", sep="\n")
+    for note in plan["notes"]:
+        print(f"note: {note}")
 
 
 def _show_deployments(plan: Mapping[str, Any], deployment: str | None) -> None:

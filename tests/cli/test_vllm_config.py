@@ -48,7 +48,7 @@ def test_sizes_that_exceed_the_machine_are_noted(capsys: pytest.CaptureFixture[s
     status, out, err = outcome(capsys, "vllm-config", "--cpu", "900TB", *flags)
     assert status == 0 and json.loads(out)
     _, memory, key, space = err.splitlines()
-    assert "of free memory: choose a smaller --cpu" in memory
+    assert "of free memory and" in memory and "in /dev/shm: choose a smaller --cpu" in memory
     assert f"{tmp_path / 'key'} is not on this machine" in key
     assert f"{tmp_path} of this machine has" in space and "60TB" in space
 
@@ -93,6 +93,8 @@ def test_the_socket_of_a_served_directory_is_a_disk(capsys: pytest.CaptureFixtur
         (["--cpu", "lots"], "'lots' is not a size"),
         (["--cpu", "1KB"], "cpu_bytes_to_use"),
         (["--cpu", "64"], "--cpu 64 means 64 bytes; add a unit, like 64GB"),
+        (["--cpu", "0"], "--cpu 0 must be above 0, like 64GB"),
+        (["--cpu", "0GB"], "--cpu 0GB must be above 0, like 64GB"),
         (["--cpu", "1GB", "--disk", "/nvme:500"], "--disk 500 means 500 bytes; add a unit"),
         (["--cpu", "1GB", "--disk", "/nvme"], "like /nvme:500GB"),
         (["--cpu", "1GB", "--disk", "nvme:500GB"], "like /nvme:500GB"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from itertools import pairwise
@@ -162,8 +163,29 @@ def test_one_deployment(deployment: str, policy: str, tmp_path: Path, capsys: py
     assert ("HiCacheConnector" in shown) is (deployment == "connector")
     assert ("write_policy=" in shown) is (deployment == "serve")
     if deployment != "serve":
-        path = Path("hicache-store").absolute()
-        assert plan["serve"] == f"hicache vllm-config --plugin {deployment} --cpu {2 << 20} --disk {path}:{8 << 20}"
+        command = f"hicache vllm-config --plugin {deployment} --cpu 2MiB --chunk-blocks 4 --disk"
+        assert plan["serve"] == f"{command} /PATH:8MiB" and f"  {command} /PATH:8MiB\n" in shown
+        assert planned(capsys, model, *flags, "--disk-path", str(tmp_path))["serve"] == f"{command} {tmp_path}:8MiB"
+
+
+@pytest.mark.parametrize("is_several", [False, True])
+def test_a_command_that_would_not_help_has_a_note(
+    is_several: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the CPU tier of `HiCacheOffloadingSpec` adds no tokens, a note gives a size that adds some, in place of the
+    command. For several GPUs, a note says that `HiCacheConnector` was measured on one."""
+    model = saved(tmp_path / "model")
+    flags = (*TINY, "--host-memory", "64KiB", "--gpus", str(1 + is_several), "--deployment")
+    connector, spec = (planned(capsys, model, *flags, name) for name in ("connector", "spec"))
+    assert any("on one GPU only" in note for note in connector["notes"]) is is_several
+    assert connector["serve"] and not spec["serve"]
+    (note,) = spec["notes"]
+    size = re.search(r"above ([0-9.]+) (MiB|KiB)", note)
+    assert size is not None
+    larger = f"{float(size[1]) * 1.1:.2f}{size[2]}"
+    again = planned(capsys, model, *TINY, "--host-memory", larger, "--gpus", flags[-2], "--deployment", "spec")
+    assert again["serve"] and not again["notes"] and again["deployments"][3]["added_tokens"] > 0
+    assert note in output(capsys, "plan", "--model", model, *flags, "spec")
 
 
 def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,3 +197,12 @@ def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest
     )
     out = output(capsys, "plan", "--model", model, *TINY, "--gpus", "2")
     assert f"device_tokens={plan['engine']['device_tokens']}" in out
+
+
+def test_the_page_shows_lines_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines of the first example on the page are lines of the plan, in this order."""
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    _, command, block = re.split(r"\n    hicache (plan [^\n]*)\n\n```text\n", page, maxsplit=1)
+    shown = [" ".join(line.split()) for line in block.partition("```")[0].splitlines()]
+    lines = iter(" ".join(line.split()) for line in output(capsys, *command.split()).splitlines())
+    assert shown and all(line in lines for line in shown)

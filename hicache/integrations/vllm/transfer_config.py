@@ -70,7 +70,10 @@ def run(flags: argparse.Namespace) -> int:
         )
     exceeds_memory = num_bytes > free
     if exceeds_memory:
-        note(f"this machine has {rounded(free)} of free memory: choose a smaller --cpu if vLLM runs on this machine")
+        note(
+            f"this machine has {rounded(free)} of free memory and {rounded(shared)} in /dev/shm: choose a smaller "
+            "--cpu if vLLM runs on this machine"
+        )
     if disk:
         note_disk(disk)
     if num_bytes > shared and not exceeds_memory:
