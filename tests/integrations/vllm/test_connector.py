@@ -378,7 +378,7 @@ def test_chunks_that_are_computed_later_keep_the_hashes_of_their_blocks(runs: An
 @pytest.mark.parametrize(
     ("connector", "given", "message"),
     [
-        ("HiCacheConnector", {"extra": {"store": "often"}}, "store='often': choose one of auto, computed, evicted"),
+        ("HiCacheConnector", {"extra": {"store": "often"}}, "store='often': choose one of auto, computed, leaving"),
         ("HiCacheConnector", {"extra": {"spec_name": "CPUOffloadingSpec"}}, "spec_name=CPUOffloadingSpec: .* remove"),
         ("HiCacheConnector", {"extra": {"offload_prompt_only": True}}, "offload_prompt_only=true .* remove"),
         (
