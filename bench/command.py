@@ -39,7 +39,7 @@ SETS: dict[str, dict[str, list[str]]] = {
 }
 
 
-# The benchmarks whose figures README and performance.md quote, in the order in which they run: name, arguments, and
+# The benchmarks whose figures README and all_results.md quote, in the order in which they run: name, arguments, and
 # minutes on one H200. A benchmark of servers has one run for each mode, and `minutes` is the time of one run. The
 # result file is written after each run.
 RELEASE: list[tuple[str, list[str], float]] = [
@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
     commands.add_parser("list", help="name and description of every benchmark", allow_abbrev=False)
     named = "a name from the list; small: a few minutes on any machine; all: each that this machine can run; release: "
-    named += "those that README and docs/performance.md quote, into the folder of --resume"
+    named += "those that README and docs/all_results.md quote, into the folder of --resume"
     run_parser = commands.add_parser("run", help="run one benchmark, a small set, or all", allow_abbrev=False)
     run_parser.add_argument("name", help=named)
     run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments; `run NAME --help` shows them")

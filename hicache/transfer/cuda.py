@@ -7,7 +7,7 @@ the other layers are queued before a forward pass waits for them, or when a call
 (`LoadQueue`). Stores ("down") use the ring in reverse, at lower stream priority. The steps of a store are queued when a
 caller asks for its state and no load waits for its first layer. So loads and forward passes do not wait for a long
 store. No call here waits for the device, allocates staging memory or loops over pages in Python. Measurements and the
-reasons for each choice: docs/performance.md.
+reasons for each choice: docs/all_results.md.
 """
 
 from __future__ import annotations
