@@ -18,7 +18,7 @@ from hicache.planning.gpus import Gpu
 from hicache.planning.memory import MemoryPlan
 from hicache.planning.presets import PlannedModel
 
-# The share of an H200's peak FLOP/s that prefill of an 8B model reaches (docs/all_results.md: 23 800 tokens/s over 32k
+# The share of an H200's peak FLOP/s that prefill of an 8B model reaches (docs/all_results.md: 23 400 tokens/s over 32k
 # tokens).
 COMPUTE_SHARE = 0.55
 _MAX_TOKENS = 1 << 20
