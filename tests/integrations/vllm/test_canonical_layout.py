@@ -219,5 +219,15 @@ def test_an_identity_has_every_byte_of_the_weights(tmp_path: Path, place: str) -
     before = identity()
     weights[100_000] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert len(str(before[field])) == 32
+    assert len(str(before[field])) == 32 and "download_dir" not in before
     assert before == {**identity(), field: before[field]} != identity()
+
+
+@pytest.mark.smoke
+def test_the_download_directory_stands_for_weights_that_are_not_here(tmp_path: Path) -> None:
+    """If no file of a model is on this machine, servers with other download directories share no chunks."""
+
+    def identity(folder: str) -> dict[str, str | int]:
+        return identity_of(CONFIG, "0.33", ROW_BYTES, models=(ModelFiles("no/model", None, str(tmp_path / folder)),))
+
+    assert identity("a")["weights"] == "" and identity("a") == identity("a") != identity("b")
