@@ -198,7 +198,9 @@ class _Served:
             self.report.software[self.args.server] = made.version
             self.report.write(self.args.resume or self.args.out)  # a killed benchmark keeps its runs
             shown = f"{setting.mode} {setting.cpu_gib:g} GiB {setting.variant}: started in {made.start_s:.0f} s"
-            print(f"{shown}, {made.makespan_s:.1f} s, {made.cached_text} cached, {made.first_text}", flush=True)
+            shown += f", {made.makespan_s:.1f} s, {made.cached_text} cached, first token {made.first_text}"
+            shown += f", between tokens {made.between_text}"
+            print(shown, flush=True)
 
     def _serve(self, setting: Setting, name: str, gpu: str) -> Run:
         """Make a run. Raises BenchUnavailable if the server does not answer all prompts within `--limit-s`."""

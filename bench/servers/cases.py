@@ -1,7 +1,7 @@
 """Computes the cases of a result file: numbers for each setting, and comparisons of modes with equal sizes.
 
-    servers.<server>.<workload>.<mode>[.<GiB>][.<variant>].makespan, .first, .p99, .cached, .start, .moved, .missed,
-        .declined
+    servers.<server>.<workload>.<mode>[.<GiB>][.<variant>].makespan, .first, .p99, .between, .cached, .start, .moved,
+        .missed, .declined
     servers.<server>.<workload>.<comparison>[.<GiB>][.<variant>]
 
 The value of a case is the median over the runs of a setting. The ratio of a comparison is this value over the median of
@@ -101,6 +101,9 @@ def _add_setting(report: Report, name: str, runs: Sequence[Run]) -> None:
     means, p99 = [run.first_ms["mean"] for run in runs], [run.first_ms["p99"] for run in runs]
     report.case(f"{name}.first", means, "ms", better="lower", note="; ".join(run.first_text for run in runs))
     report.case(f"{name}.p99", p99, "ms", better="lower", note=_range(p99))
+    if measured := [run for run in runs if run.between_ms]:
+        note = "; ".join(run.between_text for run in measured)
+        report.case(f"{name}.between", [run.between_ms["mean"] for run in measured], "ms", better="lower", note=note)
     cached = "; ".join(run.cached_text for run in runs)
     report.case(f"{name}.cached", [run.cached["all"] for run in runs], "share", note=cached)
     report.case(f"{name}.start", [run.start_s for run in runs], "s", better="lower")

@@ -19,12 +19,12 @@ from hicache.bench.sessions import TurnQueue
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to prompt `number`. `first_s`, `total_s`: seconds from sending the prompt to the first token, and to
-    the last token."""
+    """The answer to prompt `number`. `first_s`: seconds from sending the prompt to the first token. `between_s`:
+    seconds between two outputs of the server, which have one token each unless the client is slower than the server."""
 
     number: int
     first_s: float
-    total_s: float
+    between_s: list[float]
     prompt_tokens: int
     cached: int  # prompt tokens that the server reports as cached
     tokens: list[int]

@@ -38,11 +38,12 @@ class Setting:
 class Run:
     """The outcome of one process of a server.
 
-    `first_ms`: milliseconds to the first token: mean, p50, p90, p99. `cached`: share of the prompts' tokens that each
-    tier had; `all` is the total share. `moved_gb`: GB moved, by the server's metrics; empty if the server does not
-    count bytes. `gate`: number of loads from hicache's disk tier, by decision of the load gate. `answers`: a digest of
-    four digits for each answer, in order of the prompts. `num_gpus`: number of GPUs that served at the same time.
-    `missed`: share of the prompts' tokens that no tier of hicache had, by reason.
+    `first_ms`, `between_ms`: milliseconds to the first token of a prompt, and between two tokens of an answer: mean,
+    p50, p90, p99; older files have no `between_ms`. `cached`: share of the prompts' tokens that each tier had; `all` is
+    the total share. `moved_gb`: GB moved, by the server's metrics; empty if the server does not count bytes. `gate`:
+    number of loads from hicache's disk tier, by decision of the load gate. `answers`: a digest of four digits for each
+    answer, in order of the prompts. `num_gpus`: number of GPUs that served at the same time. `missed`: share of the
+    prompts' tokens that no tier of hicache had, by reason.
     """
 
     setting: Setting
@@ -58,6 +59,7 @@ class Run:
     gate: dict[str, float]
     answers: str
     missed: dict[str, float] = field(default_factory=dict)
+    between_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Run:
@@ -75,7 +77,7 @@ class Run:
             for prefix in (GATE, MISSED)
         )
         moved = {name: number / 1e9 for name, number in counters.items() if number}
-        first = [answer["first_s"] * 1e3 for answer in answers]
+        between_s = [seconds for answer in answers for seconds in answer["between_s"]]
         total = sum(answer["prompt_tokens"] for answer in answers)
         cached = sum(answer["cached"] for answer in answers)
         tiers = {} if external is None else _by_tier(cached, external, moved)
@@ -84,7 +86,8 @@ class Run:
             version=served["version"],
             start_s=served["start_s"],
             makespan_s=served["makespan_s"],
-            first_ms={"mean": sum(first) / len(first), **{f"p{p}": percentile(first, p) for p in (50, 90, 99)}},
+            first_ms=_summary_ms([answer["first_s"] for answer in answers]),
+            between_ms=_summary_ms(between_s) if between_s else {},
             cached={name: tokens / total for name, tokens in {"all": cached, **tiers}.items()},
             moved_gb=moved,
             gate=gate,
@@ -99,12 +102,26 @@ class Run:
 
     @property
     def first_text(self) -> str:
-        return ", ".join(f"{name} {ms:.0f}" for name, ms in self.first_ms.items()) + " ms"
+        return _text_ms(self.first_ms)
+
+    @property
+    def between_text(self) -> str:
+        return _text_ms(self.between_ms)
 
     def differing_share(self, other: Run) -> float:
         """Return the share of prompts to which both runs gave different answers."""
         pairs = list(zip(self.answers.split(), other.answers.split(), strict=True))
         return sum(mine != theirs for mine, theirs in pairs) / len(pairs)
+
+
+def _summary_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the mean and percentiles of times, in milliseconds."""
+    ms = [1e3 * one for one in seconds]
+    return {"mean": sum(ms) / len(ms), **{f"p{p}": percentile(ms, p) for p in (50, 90, 99)}}
+
+
+def _text_ms(summary_ms: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {ms:.0f}" for name, ms in summary_ms.items()) + " ms"
 
 
 def _by_tier(cached: float, external: float, moved: Mapping[str, float]) -> dict[str, float]:

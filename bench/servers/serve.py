@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,9 @@ class AsyncServer(Protocol):
     version: str
     start_s: float
 
-    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
-        """Serve a prompt. Returns the seconds to the first token, the seconds to the last token, the number of cached
-        tokens, and the tokens of the answer."""
+    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[list[float], int, list[int]]:
+        """Serve a prompt. Returns the seconds from sending the prompt to each output, the number of cached tokens, and
+        the tokens of the answer."""
         ...
 
     def counters(self) -> dict[str, float]:
@@ -42,8 +43,9 @@ async def serve(server: AsyncServer, given: Mapping[str, Any]) -> None:
 
     async def ask(number: int) -> Answer:
         prompt = requests[number].tokens
-        first_s, total_s, cached, answer = await server.answer(f"request {number}", prompt, given["answer_tokens"])
-        return Answer(number, first_s, total_s, len(prompt), cached, answer)
+        outputs_s, cached, answer = await server.answer(f"request {number}", prompt, given["answer_tokens"])
+        between_s = [later - earlier for earlier, later in pairwise(outputs_s)]
+        return Answer(number, outputs_s[0], between_s, len(prompt), cached, answer)
 
     before = server.counters()
     makespan_s, answers = await send(ask, requests, given["clients"], given["limit_s"])

@@ -130,14 +130,14 @@ class Server:
         self.engine = Engine(**settings)
         self.start_s = time.perf_counter() - begin_s
 
-    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
+    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[list[float], int, list[int]]:
         sampling = {"max_new_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
-        begin_s, first_s, last = time.perf_counter(), 0.0, dict[str, Any]()
+        begin_s, outputs_s, last = time.perf_counter(), list[float](), dict[str, Any]()
         stream = await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
         async for output in stream:
-            first_s, last = first_s or time.perf_counter() - begin_s, output
-        total_s = time.perf_counter() - begin_s
-        return first_s, total_s, int(last["meta_info"]["cached_tokens"]), list(last["output_ids"])
+            outputs_s.append(time.perf_counter() - begin_s)
+            last = output
+        return outputs_s, int(last["meta_info"]["cached_tokens"]), list(last["output_ids"])
 
     async def settle(self) -> None:
         """Send requests, which make the scheduler check its copies, until the files have not changed for 2 s, but at

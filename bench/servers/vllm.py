@@ -164,15 +164,15 @@ class Server:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
         self.start_s = time.perf_counter() - begin_s
 
-    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
+    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[list[float], int, list[int]]:
         sampling = self._sampling(max_tokens=answer_tokens, temperature=0, ignore_eos=True, detokenize=False)
-        begin_s, first_s, last = time.perf_counter(), 0.0, None
+        begin_s, outputs_s, last = time.perf_counter(), list[float](), None
         async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, name):
-            first_s, last = first_s or time.perf_counter() - begin_s, output
+            outputs_s.append(time.perf_counter() - begin_s)
+            last = output
         if last is None:
             raise RuntimeError(f"vLLM gave no answer to {name}")
-        total_s = time.perf_counter() - begin_s
-        return first_s, total_s, last.num_cached_tokens or 0, list(last.outputs[0].token_ids)
+        return outputs_s, last.num_cached_tokens or 0, list(last.outputs[0].token_ids)
 
     def counters(self) -> dict[str, float]:
         from vllm.v1.metrics.reader import get_metrics_snapshot

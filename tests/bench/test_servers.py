@@ -167,6 +167,8 @@ def test_a_killed_benchmark_is_continued(tmp_path: Path, capsys: pytest.CaptureF
     assert later.runs[:1] == report.runs and len(later.runs) == 2 and len(later.commands) == 3
     assert later.runs[0]["answers"] == later.runs[1]["answers"]
     (missed,) = [case for case in later.cases if case.name == "servers.vllm.agents.none.missed"]
+    (between,) = [case for case in later.cases if case.name == "servers.vllm.agents.none.between"]
+    assert between.value == pytest.approx(4.0) and between.note == "mean 4, p50 4, p90 6, p99 6 ms"
     assert missed.note == f"gate {missed.value:.3f}" and list(later.runs[0]["moved_gb"]) == ["load"]
     names = {case.name for case in later.cases}
     assert {"servers.vllm.agents.none.makespan", "servers.vllm.agents.over_none.0.015625"} <= names

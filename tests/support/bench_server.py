@@ -1,5 +1,6 @@
 """A server for the tests of the benchmark `servers`. The cache of this server is a set of prompts in pieces of 16
-tokens; an answer is a sum of the prompt. In mode `slow` the server answers no prompt within the time limit."""
+tokens; an answer is a sum of the prompt, and arrives in three outputs. In mode `slow` the server answers no prompt
+within the time limit."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ class Server:
         self._given = given
         self._known: set[tuple[int, ...]] = set()
 
-    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
+    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[list[float], int, list[int]]:
         assert len(prompt) + answer_tokens < self._given["max_tokens"]
         if self._given["mode"] == "slow":
             await asyncio.sleep(0.0 if name.startswith("warm") else 60.0)
         pieces = [tuple(prompt[: end + 16]) for end in range(0, len(prompt) - 15, 16)]
         cached = 16 * sum(piece in self._known for piece in pieces)
         self._known.update(pieces)
-        return 0.001, 0.002, cached, [sum(prompt)] * answer_tokens
+        return [0.001, 0.003, 0.009], cached, [sum(prompt)] * answer_tokens
 
     def counters(self) -> dict[str, float]:
         """A GB loaded, and a token of each piece missed, so that the counters grow with the answers."""
