@@ -56,23 +56,20 @@ class Case:
     def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
         """Whether the gate loads a prompt that the disk holds, for a request without others."""
         request, candidate = self.add_candidate(num_tokens)
-        self.gate.step((), ())
+        self.gate.step(())
         loads = self.decide(request, candidate, queue)
         self.gate.forget(request)
         return loads
 
     def compute(self, seconds: float, num_tokens: int = PROMPT) -> None:
-        """Schedule a prompt and compute it in two steps. The gate is told about the tokens of a step in the next
-        step."""
+        """Schedule a prompt and compute it in two steps."""
         request, _ = self.add_candidate(num_tokens)
         half = num_tokens // 2
-        self.gate.step([request], ())
-        self.after(seconds / 2)
-        self.gate.step((), ())
-        for start in (0, half):
+        for scheduled, span in (([request], (0, half)), ([], (half, num_tokens))):
+            self.gate.step(scheduled)
             self.after(seconds / 2)
-            self.gate.stored(request, [(start, start + half)])
-            self.gate.step((), ())
+            self.gate.computed([span])
+        self.gate.step(())
         self.gate.forget(request)
 
     def read(self, seconds: float) -> None:
@@ -92,9 +89,9 @@ def test_loads_wait_for_those_before_them() -> None:
     case.read(0.4)
     assert not case.loads(queue=Queue(2 * PROMPT_BYTES, case.clock()))
     add_candidate = [case.add_candidate() for _ in range(3)]
-    case.gate.step((), ())
+    case.gate.step(())
     assert [case.decide(*each) for each in add_candidate] == [True, True, False]
-    case.gate.step((), ())
+    case.gate.step(())
     for request, _ in add_candidate:
         case.gate.forget(request)
     assert case.loads()
@@ -107,14 +104,14 @@ def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None
     case.read(2.5)
     assert not case.loads()
     (running, _), _ = case.add_candidate(), case.add_candidate()
-    case.gate.step([running], ())
+    case.gate.step([running])
     assert case.loads()
     case.gate.forget(running)
     assert not case.loads()
     (at_disk, candidate), (other, _) = case.add_candidate(), case.add_candidate()
-    case.gate.step((), ())
+    case.gate.step(())
     assert case.decide(at_disk, candidate)
-    case.gate.step((), ())
+    case.gate.step(())
     assert case.loads()
     case.gate.forget(other)
     assert not case.loads()
@@ -131,7 +128,7 @@ def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
     first, second = (case.add_request(PROMPT, 2 * PROMPT) for _ in range(2))
     for request in (first, second):
         candidate = case.gate.add_candidate(request, 0, 2 * PROMPT)
-        case.gate.step((), ())
+        case.gate.step(())
         case.gate.decide(request, spans_of(PROMPT), CHUNK_BYTES, IDLE)
         assert candidate.loads
     case.after(61)  # the rate of the disk is forgotten
@@ -139,7 +136,7 @@ def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
     assert (case.gate.num_delayed("other"), case.gate.queued_s("other"), case.gate.queued_s(first)) == (0, 2, 1)
     assert case.loads()
     request, candidate = case.add_candidate()
-    case.gate.step((), ())
+    case.gate.step(())
     spans = [span for span in spans_of(PROMPT) if span[0] not in range(4 * CHUNK, 8 * CHUNK)]
     case.gate.decide(request, spans, CHUNK_BYTES, IDLE)
     assert candidate.loads and candidate.until == math.inf  # not only the chunks before the gap
@@ -159,14 +156,14 @@ def test_other_work_of_the_gpu_is_what_it_has_not_begun_and_no_load_delivers() -
     assert case.gate.queued_s("other") == CHUNK / PROMPT
     case.gate.forget_candidate(request)
     candidate = case.gate.add_candidate(request, 0, PROMPT)
-    case.gate.step((), ())
+    case.gate.step(())
     assert case.decide(request, candidate, rows=Rows(8, 64, may_grow=True)) is None
     assert case.gate.queued_s("other") == 0
     case.after(1)
-    case.gate.step((), ())
+    case.gate.step(())
     assert case.decide(request, candidate, rows=Rows(8, 64, may_grow=True))
     assert case.gate.queued_s("other") == 1 - 8 * CHUNK / PROMPT
-    case.gate.step([request], ())
+    case.gate.step([request])
     assert case.gate.queued_s("other") == 0
     case.add_request()
     assert case.gate.queued_s("other") == 0
@@ -179,10 +176,10 @@ def test_of_requests_that_all_wait_for_the_disk_some_are_computed() -> None:
     case.read(0.9)
     requests = [case.add_request(PROMPT) for _ in range(6)]
     candidates = [case.gate.add_candidate(request, 0, PROMPT) for request in requests]
-    case.gate.step((), ())
+    case.gate.step(())
     few = Rows(0, 64, may_grow=True)
     assert {case.decide(*each, rows=few) for each in zip(requests, candidates, strict=True)} == {None}
-    case.gate.step((), ())
+    case.gate.step(())
     loads = [case.decide(*each) for each in zip(requests, candidates, strict=True)]
     assert loads.count(True) == 3
 
@@ -196,11 +193,11 @@ def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
     for ends, loads in ((few, True), (Rows(0, 64, may_grow=True), False)):
         request, candidate = case.add_candidate()
         for _ in range(6):
-            case.gate.step((), ())
+            case.gate.step(())
             assert case.decide(request, candidate, rows=few) is None
             case.after(0.09)
         case.after(0.1)
-        case.gate.step((), ())
+        case.gate.step(())
         assert case.decide(request, candidate, rows=ends) is loads
         assert candidate.until == (8 * CHUNK if loads else math.inf)
         case.gate.forget(request)
@@ -232,7 +229,7 @@ def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
     case.read(0.1)
     alone, delayed = (case.add_candidate() for _ in range(2))
     for request, candidate in (delayed, alone):  # computing the first request would delay the second
-        case.gate.step((), ())
+        case.gate.step(())
         assert case.decide(request, candidate)
     for _ in range(50):
         case.read(30.0)
@@ -254,102 +251,67 @@ def test_with_unknown_speeds_a_load_is_given_up_after_a_bounded_time() -> None:
 
 
 class Timed:
-    """A timer whose steps last 0.25 s."""
+    """A timer, and steps of one scheduler."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.cost = CostModel("auto", {DISK: 1}, Metrics(), self.clock)
         self.timer = PrefillTimer(self.cost, self.clock)
 
-    def step(self, *stored: tuple[str, int, int], seconds: float = 0.25) -> None:
-        """Let time pass, report the chunks stored meanwhile, and begin the next step."""
+    def step(self, *spans: tuple[int, int], seconds: float = 0.25) -> None:
+        """Schedule a step that computes these tokens of prompts in `seconds`."""
+        self.timer.scheduled()
+        self.end(*spans, seconds=seconds)
+
+    def end(self, *spans: tuple[int, int], seconds: float = 0.25) -> None:
         self.clock.now_s += seconds
-        for request, start, end in stored:
-            self.timer.computed(request, [(start, end)])
-        self.timer.step()
+        self.timer.computed(spans)
 
-    def begin(self, *requests: str, start: int = 0, end: int = 8192) -> None:
-        """Begin the requests in the step that has just begun."""
-        for request in requests:
-            self.timer.begin(request, start, end)
-
-    def prefill_s(self) -> float | None:
-        return self.cost.prefill_s(0, 8192)
+    def prefill_s(self, start: int = 0, end: int = 8192) -> float | None:
+        self.timer.scheduled()  # a later step
+        self.timer.computed(())
+        return self.cost.prefill_s(start, end)
 
 
 def test_a_prompt_in_parts_is_timed_part_by_part() -> None:
     """The parts of a long prompt are timed separately. Later parts take longer, and decoding after them does not
     count."""
-    timed = Timed()
-    timed.step()
-    timed.begin("a", end=32768)
-    parts = [0.2, 0.3, 0.4, 0.5]
-    for n, seconds in enumerate([*parts, 0.01]):
-        timed.step(*[("a", 8192 * (n - 1), 8192 * n)] * (n > 0), seconds=seconds)
+    timed, parts = Timed(), [0.2, 0.3, 0.4, 0.5]
+    for n, seconds in enumerate(parts):
+        timed.step((8192 * n, 8192 * (n + 1)), seconds=seconds)
     for _ in range(100):
         timed.step()
     for n, seconds in enumerate(parts):
-        assert timed.cost.prefill_s(8192 * n, 8192 * (n + 1)) == pytest.approx(seconds)
+        assert timed.prefill_s(8192 * n, 8192 * (n + 1)) == pytest.approx(seconds)
 
 
 def test_idle_time_and_decoding_between_prompts_do_not_count() -> None:
     """Eight prompts of 1024 tokens take 0.25 s each, a minute apart. The time between them does not count."""
     timed = Timed()
-    for n in range(8):
-        timed.step(seconds=60)
-        timed.begin(str(n), end=1024)
-        timed.step()
-        timed.step((str(n), 0, 1024), seconds=0.01)
-    timed.step()
+    for _ in range(8):
+        timed.clock.now_s += 60
+        timed.step((0, 1024))
+        timed.step(seconds=0.01)
     assert timed.prefill_s() == pytest.approx(8 * 0.25)
 
 
-def test_what_says_nothing_of_prefill_does_not_count() -> None:
-    """A prompt that has ended, a prefix that the GPU had, and generated tokens do not count."""
+def test_a_step_that_was_scheduled_during_another_step_begins_after_it() -> None:
+    """vLLM schedules each step while it computes the previous step. A step of 4096 tokens takes 0.25 s, a decoding step
+    0.01 s."""
     timed = Timed()
-    timed.step()
-    timed.begin("a", "b", start=8192, end=16384)
-    timed.timer.forget("a")
-    timed.step()
-    timed.step(("a", 8192, 16384), ("b", 0, 24576))
-    timed.step(("b", 24576, 32768), seconds=60)
-    timed.step()
-    assert timed.cost.prefill_s(8192, 16384) == pytest.approx(0.25)
+    timed.timer.scheduled()
+    for n in range(4):
+        timed.timer.scheduled()
+        timed.end((4096 * n, 4096 * (n + 1)))
+        timed.timer.scheduled()
+        timed.end(seconds=0.01)
+    timed.end(seconds=0.01)
+    assert timed.prefill_s() == pytest.approx(2 * 0.25)
 
 
-def test_chunks_that_are_copied_again_do_not_count_as_computed() -> None:
-    """vLLM copies chunks of the prompt's prefix again if the CPU tier has evicted them, together with the computed
-    chunks. The tokens between both, which the GPU had or loaded, do not count."""
+def test_an_end_without_a_beginning_does_not_count() -> None:
+    """vLLM reports the end of a step that was scheduled before the tier existed."""
     timed = Timed()
-    timed.step()
-    timed.begin("a", start=4096, end=16384)
-    timed.step()
-    timed.timer.computed("a", [(0, 128), (2048, 2176), (12288, 14336), (14336, 16384)])
-    timed.step()
-    timed.step()
-    assert timed.cost.prefill_s(12288, 16384) == pytest.approx(0.25)
-
-
-def test_loaded_tokens_do_not_count_as_computed() -> None:
-    """Of a prompt of 80 chunks the disk has 60. The speed follows from the last 20 chunks, although vLLM copies loaded
-    chunks to the CPU tier again; after an abandoned load also from the tokens that were not read."""
-    for read_to, computed_s in ((60, 0.5), (40, 1.0)):
-        case = Case(num_readers=1)
-        case.read(1.0)
-        request, candidate = case.add_candidate(80 * CHUNK)
-        case.gate.step((), ())
-        case.gate.decide(request, spans_of(60 * CHUNK), CHUNK_BYTES, IDLE)
-        assert candidate.loads
-        if read_to < 60:
-            case.after(1e4)
-            assert case.gate.abandons(request, read_to * CHUNK, 60 * CHUNK, 0.0)
-        case.gate.loaded(request)
-        case.gate.step([request], ())
-        case.after(computed_s)
-        case.gate.step((), ())
-        spans = spans_of(80 * CHUNK)
-        case.gate.stored(request, [spans[0], spans[30], *spans[read_to:]])
-        case.after(computed_s)
-        case.gate.step((), ())
-        case.gate.step((), ())
-        assert case.cost.prefill_s(read_to * CHUNK, 80 * CHUNK) == pytest.approx(computed_s)
+    timed.end((0, 8192), seconds=60)
+    timed.step((0, 8192))
+    assert timed.prefill_s() == pytest.approx(0.25)

@@ -129,10 +129,10 @@ class Admission:
     def span(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, int] | None:
         """Return the tokens [start, end) of the prompt from the first chunk to the last chunk; None without chunks, or
         if vLLM does not report the tokens of a chunk."""
-        spans = self.spans(chunks, req_context)
+        spans = self._spans(chunks, req_context)
         return (min(start for start, _ in spans), spans[-1][1]) if spans else None
 
-    def spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
+    def _spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
         """Return the tokens [start, end) of each chunk, ordered by end. Returns [] if vLLM does not report the tokens
         of a chunk."""
         spans = []
@@ -157,7 +157,7 @@ class Admission:
     def _decide(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
         # A chunk that another request has loaded since the look-up, or is loading, needs no row and no read.
         chunks = self._cpu_rows.lacking(held) or held
-        spans = self.spans(chunks, req_context)
+        spans = self._spans(chunks, req_context)
         if not spans:
             return
         end_of = req_context.get_offload_key_position

@@ -34,7 +34,7 @@ _TIER = Features(
         f"{_OFFLOAD}.base:LookupResult": ("HIT", "MISS", "RETRY"),
         f"{_OFFLOAD}.base:Medium": ("STORAGE",),
         f"{_OFFLOAD}.base:Locality": ("LOCAL",),
-        f"{_OFFLOAD}.base:ScheduleEndContext": ("new_req_ids", "preempted_req_ids"),
+        f"{_OFFLOAD}.base:ScheduleEndContext": ("new_req_ids",),
         f"{_OFFLOAD}.base:OffloadingSpec": ("config", "kv_events_config", "get_manager"),
         f"{_OFFLOAD}.config:OffloadingConfig": (
             *("groups", "cache", "parallel", "model", "kv_cache_layout", "canonical_layout", "replicated_layout"),
@@ -46,10 +46,20 @@ _TIER = Features(
             *("on_new_request", "on_request_finished", "on_schedule_end", "drain_jobs", "shutdown", "take_events"),
             *("get_stats", "build_metric_definitions"),
         ),
-        "vllm.v1.core.sched.scheduler:Scheduler": ("_preempt_request", "kv_cache_manager"),
+        f"{_OFFLOAD}.tiering.manager:TieringOffloadingManager": ("secondary_tiers",),
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            *("_preempt_request", "update_from_output", "kv_cache_manager", "connector", "requests"),
+        ),
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            *("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),
+        ),
+        "vllm.v1.core.sched.output:NewRequestData": ("req_id", "num_computed_tokens"),
+        "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "num_computed_tokens"),
         "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "block_hash", "block_hash_num_tokens"),
-        f"{_SCHEDULER}:OffloadingConnectorScheduler": ("_calc_num_offloadable_tokens",),
+        f"{_SCHEDULER}:OffloadingConnectorScheduler": ("_calc_num_offloadable_tokens", "manager"),
         f"{_SCHEDULER}:RequestOffloadState": ("req",),
+        f"{_CONNECTOR}.offloading_connector:OffloadingConnector": ("connector_scheduler",),
+        f"{_CONNECTOR}.multi_connector:MultiConnector": ("sub_connectors",),
     },
     calls={
         f"{_OFFLOAD}.tiering.base:JobResult": Call(
@@ -59,6 +69,7 @@ _TIER = Features(
         f"{_OFFLOAD}.base:RequestOffloadingContext": Call(),
         f"{_OFFLOAD}.base:OffloadingEvent": Call(3, ("locality", "ownership", "removal_expected")),
         f"{_SCHEDULER}:OffloadingConnectorScheduler._calc_num_offloadable_tokens": Call(3),
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": Call(3),
     },
 )
 _SPEC = Features(

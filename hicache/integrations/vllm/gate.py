@@ -1,8 +1,8 @@
 """Decides whether the chunks of a prompt that are on the disk are loaded or computed, by the measured speeds of disk
 and server.
 
-    looked up | answered and decided | rows in the CPU tier | read, part by part | scheduled | computed | stored
-    <- miss if the answer is late --> <- retry, or a part -> <- abandoned if stalled ->       <- speed is measured -->
+    looked up | answered and decided | rows in the CPU tier | read, part by part | scheduled | computed
+    <- miss if the answer is late --> <- retry, or a part -> <- abandoned if stalled ->       <- speed is measured ->
 
 A load takes almost none of the GPU's computing time. The gate chooses a load if it takes no longer than the delay that
 computing would cause for all requests together: `W + l <= c (1 + n)`. W is the time for the pending loads in `Queue`, l
@@ -15,7 +15,7 @@ computes it. This module imports nothing of vLLM.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +30,7 @@ from hicache.tiers import DISK, REMOTE, Store
 # Number of tokens in one measurement. The time of fewer tokens is mostly kernel launches, and says little about long
 # prompts. The time of more tokens would average over very different positions in the prompt.
 _PASS_TOKENS = 2048
+_MAX_STEPS = 4  # vLLM has at most two steps in flight without pipeline parallelism
 # Time without progress after which a disk counts as stalled. Even at 0.3 GB/s, a working disk completes one part of a
 # load, some chunks of a few MB, within a tenth of this time.
 _STALL_S = 1.0
@@ -38,73 +39,46 @@ _STALL_S = 1.0
 _MIN_TOKENS_PER_S = 1000.0
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt whose tokens [start, end) are not computed yet. `begin_s`: time at which its computation began."""
-
-    begin_s: float
-    start: int
-    end: int
-
-
 class PrefillTimer:
     """Measures the prefill speed: tokens of prompts, divided by the time of the steps that computed these tokens. The
     gate owns this object.
 
-    vLLM copies a chunk to the CPU tier in the step after the step that computed the chunk. So if tokens are in the CPU
-    tier when a step begins, they were computed before the previous step began:
+    vLLM may schedule a step while it computes the previous step. The time of a step begins when the step is scheduled
+    or when the previous step ends, whichever is later:
 
-        step begins | computed | step begins | copied | arrives | step begins: counted
-        <----- counted ------->
+        scheduled 1 | scheduled 2 |   end 1 | scheduled 3 |   end 2
+        <------------- step 1 ------------> <----- step 2 ------->
 
-    Time in which several prompts are computed is counted once. Time in which no prompt is computed is not counted.
+    Steps that compute no tokens of prompts do not count.
     """
 
     def __init__(self, cost: CostModel, clock: Callable[[], float]) -> None:
         self._cost = cost
         self._clock = clock
-        self._prompts: dict[str, _Prompt] = {}
-        self._begin_s = math.inf  # start of the earliest prompt with tokens that arrived in this step
-        self._step_s = -math.inf  # start of the last step
-        self._counted_s = -math.inf  # end of the time already added to `_seconds`
+        self._scheduled_s = deque[float](maxlen=_MAX_STEPS)  # times at which the steps that have not ended began
+        self._end_s = -math.inf  # end of the last step
         self._tokens = self._positions = self._seconds = 0.0
 
-    def begin(self, request: str, start: int, end: int) -> None:
-        """Record that the first step of a request begins. Tokens [start, end) are the complete chunks of the prompt
-        that have to be computed."""
-        self._prompts[request] = _Prompt(self._clock(), start, end)
-
-    def computed(self, request: str, spans: Sequence[tuple[int, int]]) -> None:
-        """Record that chunks of a request have been copied to the CPU tier, so they have been computed. `spans`: tokens
-        [start, end) of each chunk, ordered by end. Tokens between chunks do not count, because vLLM also copies chunks
-        that the GPU had or that were loaded, if the CPU tier has evicted these chunks."""
-        prompt = self._prompts.get(request)
-        if prompt is None:
-            return
-        for chunk_start, chunk_end in spans:
-            start, end = max(chunk_start, prompt.start), min(chunk_end, prompt.end)
-            if start < end:
-                self._begin_s = min(self._begin_s, prompt.begin_s)
-                self._tokens += end - start
-                self._positions += (end - start) * (start + end) / 2
-                prompt.start = end
-        if prompt.start >= prompt.end:
-            del self._prompts[request]
-
-    def forget(self, request: str) -> None:
-        """Stop measuring a request that has finished or was preempted."""
-        self._prompts.pop(request, None)
-
-    def step(self) -> None:
-        """Record the beginning of a step, and count the tokens that arrived in the CPU tier since the last step."""
-        if self._begin_s < math.inf:
-            self._seconds += max(0.0, self._step_s - max(self._counted_s, self._begin_s))
-            self._counted_s = max(self._counted_s, self._step_s)
-            self._begin_s = math.inf
+    def scheduled(self) -> None:
+        """Record that a step is scheduled. Passes the tokens and times of ended steps to the cost model."""
         if self._tokens >= _PASS_TOKENS and self._seconds > 0:
             self._cost.observe_prefill(int(self._tokens), self._seconds, self._positions / self._tokens)
             self._tokens = self._positions = self._seconds = 0.0
-        self._step_s = self._clock()
+        self._scheduled_s.append(self._clock())
+
+    def computed(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Record that a step has ended; steps end in the order in which they are scheduled. `spans`: tokens [start,
+        end) of each prompt that the step computed."""
+        now_s = self._clock()
+        last_s, self._end_s = self._end_s, now_s
+        if not self._scheduled_s:
+            return  # the step was scheduled before the tier existed
+        begin_s = max(last_s, self._scheduled_s.popleft())
+        for start, end in spans:
+            self._tokens += end - start
+            self._positions += (end - start) * (start + end) / 2
+        if spans:
+            self._seconds += now_s - begin_s
 
 
 @dataclass(slots=True)
@@ -355,26 +329,21 @@ class LoadGate(ServerLoadPolicy):
         """Record that the request has no more loads in flight."""
         self._at_disk.discard(request)
 
-    def stored(self, request: str, spans: Sequence[tuple[int, int]]) -> None:
-        """Record that chunks of the request's prompt were copied to the CPU tier. `spans`: tokens [start, end) of each
-        chunk, ordered by end."""
-        self._timer.computed(request, spans)
+    def computed(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Record that the GPU has computed a step. `spans`: tokens [start, end) of each prompt that the step
+        computed."""
+        self._timer.computed(spans)
 
-    def step(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
+    def step(self, scheduled: Iterable[str]) -> None:
         """Record the end of a scheduler step, after which the GPU computes the step. `scheduled`: requests that the
-        step scheduled for the first time. `preempted`: requests that the step preempted."""
+        step scheduled for the first time."""
         self._step += 1
         self._accepted_bytes.clear()
         self.has_waiting = False
-        for request in preempted:
-            self._timer.forget(request)
-        self._timer.step()
+        self._timer.scheduled()
         for request in scheduled:
             self._at_disk.discard(request)
             self._begin(request)
-            if request in self._candidates:
-                candidate = self._candidates[request]
-                self._timer.begin(request, candidate.computed_from, candidate.end)
 
     def forget_candidate(self, request: str) -> None:
         """Remove the decision on a request, because its chunks are looked up again."""
@@ -386,7 +355,6 @@ class LoadGate(ServerLoadPolicy):
         self._live.discard(request)
         self._at_disk.discard(request)
         self._begin(request)
-        self._timer.forget(request)
 
     def _begin(self, request: str) -> None:
         """Record that the request does not wait for its first step."""

@@ -44,6 +44,7 @@ from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import PrefillNote
 from hicache.integrations.server_store import ServerStore, server_store_config
 from hicache.integrations.vllm.admission import Admission, CpuRows, chunk_tokens
+from hicache.integrations.vllm.computed_steps import report_steps
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.gpu_evictions import EvictedChunks
@@ -156,6 +157,7 @@ class HiCacheTier(SecondaryTierManager):
         remove_leftovers()
         warn_of_untested_vllm()
         correct_scheduler()
+        report_steps()
         refuse_pipelines(offloading_spec.config)
         self.locality = Locality.LOCAL
         config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
@@ -245,6 +247,10 @@ class HiCacheTier(SecondaryTierManager):
             return None
         return MissReason.NO_ROWS if candidate.lacks_rows else MissReason.GATE
 
+    def computed(self, spans: Sequence[tuple[int, int]]) -> None:
+        """See `TimesPrefill`."""
+        self.gate.computed(spans)
+
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         if not hints_of(req_context).session_end:
             self._below.used(self._server.keys(tuple(keys)))
@@ -260,7 +266,6 @@ class HiCacheTier(SecondaryTierManager):
         Chunks that do not fit their packed row stay in CPU memory, and the job stores only the other chunks. Chunks of
         the last request of a session are not stored."""
         chunks, pages = tuple(job_metadata.keys), self._pages(job_metadata)
-        self.gate.stored(job_metadata.req_context.req_id, self._admission.spans(chunks, job_metadata.req_context))
         chunks, pages = self._packed_chunks(chunks, pages)
         is_costly = self._is_costly(job_metadata.req_context)
         is_wanted = self._config.stores(is_costly=is_costly) and not hints_of(job_metadata.req_context).session_end
@@ -329,7 +334,7 @@ class HiCacheTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         for request in context.new_req_ids:
             self._admission.waits_no_longer(request)
-        self.gate.step(context.new_req_ids, context.preempted_req_ids)
+        self.gate.step(context.new_req_ids)
         self._note.step()
         self._cancel_stalled_loads()
         self._lookups.flush()
