@@ -154,11 +154,7 @@ class HiCacheTier(SecondaryTierManager):
         be shared.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        remove_leftovers()
-        warn_of_untested_vllm()
-        correct_scheduler()
-        report_steps()
-        refuse_pipelines(offloading_spec.config)
+        _prepare(offloading_spec)
         self.locality = Locality.LOCAL
         config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
@@ -545,6 +541,15 @@ class HiCacheTier(SecondaryTierManager):
                 transfer_bytes=sum(done.ok) * self.block_size_bytes,
             )
         )
+
+
+def _prepare(spec: OffloadingSpec) -> None:
+    """Prepare vLLM for a tier. Raises ConfigError for settings of vLLM under which hicache does not work."""
+    remove_leftovers()
+    warn_of_untested_vllm()
+    correct_scheduler()
+    report_steps()
+    refuse_pipelines(spec.config)
 
 
 def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:
