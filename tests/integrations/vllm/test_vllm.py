@@ -192,6 +192,21 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, connector: dict[str,
     assert three.cached[0][0] == LITTLE_CHUNKS * 32 and three.outputs == one.outputs
 
 
+def test_two_workers_store_what_the_gpu_evicts(model: str) -> None:
+    """Without a disk, two workers store chunks when the cache of 66 blocks evicts them. A prompt has 37 blocks. Ten
+    other prompts later, both prompts are loaded from the CPU tier, with the same output tokens."""
+    llm = {
+        "tensor_parallel_size": 1 if torch.cuda.device_count() == 1 else 2,
+        "distributed_executor_backend": "mp",
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256",
+        "num_gpu_blocks_override": 66,
+    }
+    steps, extra = ["run each", "others", "run each"], {"cpu_bytes_to_use": 64 << 20}
+    served = serve(model, extra, steps, in_process=False, llm=llm, connector="HiCacheConnector")
+    assert served.cached == [[0, 0], [CACHED, CACHED]] and served.external == 2 * CACHED
+
+
 def test_prompts_that_wait_for_rows_of_each_other_are_served(model: str, tmp_path: Path) -> None:
     """Six requests arrive together after a restart, in a CPU tier with capacity for one prompt. All chunks of each
     prompt are loaded, one prompt after the other. If the tier only has capacity for a part of a prompt, this part is
