@@ -92,10 +92,12 @@ class Plan:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hicache plan`."""
+    """Add the flags of `hicache plan`. The usage shows MODEL as required; argparse cannot derive this from the group
+    of MODEL and --model."""
+    parser.usage = "%(prog)s MODEL --gpu GPU [FLAG ...]"
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
-        "model", nargs="?", type=path_flag, default=argparse.SUPPRESS, metavar="MODEL", help="as --model MODEL"
+        "model", nargs="?", type=path_flag, default=argparse.SUPPRESS, metavar="MODEL", help="another form of --model"
     )
     model.add_argument(
         "--model",
