@@ -121,11 +121,12 @@ def gib(num_bytes: int) -> str:
 
 
 def scaled(value: float, unit: str = "") -> str:
-    """Return a number with a decimal prefix: `950`, `12.3 k`; with the unit `B` for example `12.3 GB`."""
+    """Return a number with a decimal prefix and at most three digits: `950`, `12.3 k`, `123 k`; with the unit `B` for
+    example `12.3 GB`."""
     power = 0
     while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
         value, power = value / 1000, power + 1
-    digits = f"{value:.1f}" if power or value % 1 else f"{value:.0f}"
+    digits = f"{value:.1f}" if (power or value % 1) and abs(value) < 99.95 else f"{value:.0f}"
     return f"{digits} {_DECIMAL[power]}{unit}".rstrip()
 
 

@@ -67,7 +67,7 @@ FIGURES: Mapping[str, Series] = {
         f"moved_s.{move}": Series("hicache_transfer_seconds_sum", {"direction": direction})
         for move, direction in _MOVES.items()
     },
-    "drive.writes a day": Series("hicache_disk_drive_writes_per_day"),
+    "drive.written a day": Series("hicache_disk_drive_writes_per_day"),
     "loads.timed_s": Series("hicache_restore_timed_seconds_total"),
     "loads.exposed_s": Series("hicache_restore_exposed_seconds_total"),
     **{

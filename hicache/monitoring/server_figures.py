@@ -20,7 +20,7 @@ def _of_the_disk(prefix: str) -> dict[str, Series]:
         "gate.loaded": Series(f"{prefix}load_gate_loads_total", {"decision": "accepted"}),
         "gate.loaded unmeasured": Series(f"{prefix}load_gate_loads_total", {"decision": "unmeasured"}),
         "gate.computed instead": Series(f"{prefix}load_gate_loads_total", {"decision": "declined"}),
-        "drive.writes a day": Series(f"{prefix}disk_drive_writes_per_day"),
+        "drive.written a day": Series(f"{prefix}disk_drive_writes_per_day"),
         "faults.failed disk reads": Series(f"{prefix}disk_failures_total", {"direction": "read"}),
         "faults.failed disk writes": Series(f"{prefix}disk_failures_total", {"direction": "write"}),
         "faults.stalled disk jobs": Series(f"{prefix}disk_stalled_jobs_total"),

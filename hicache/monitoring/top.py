@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -79,13 +80,16 @@ def frame(server: str, history: History, error: str = "") -> RenderableType:
         _stacked(
             _transfers(reading, change),
             _counts("evicted tokens", reading, change, "evicted_tokens"),
-            _counts("computed tokens, by reason", reading, change, "missed_tokens"),
+            _counts("computed, by reason", reading, change, "missed_tokens"),
             _drive(reading),
         ),
     )
     status = Text(printable(error), style="bold red") if error else _about(server, reading)
-    head = (status, _requests(reading), _latency(reading, change), _faults(reading))
-    return Group(*head, _tiers(reading, change), Text(), sides)
+    head = Table.grid(padding=(0, 3, 0, 0))
+    head.add_row("requests", _requests(reading))
+    head.add_row("latency", _latency(reading, change))
+    head.add_row("faults", _faults(reading))
+    return Group(status, head, _tiers(reading, change), Text(), sides)
 
 
 def _stacked(*tables: Table) -> RenderableType:
@@ -108,7 +112,7 @@ def _requests(reading: Reading) -> Text:
         if reading.overlapped_share is None
         else f"   loads overlapped with computing {percent(reading.overlapped_share)}"
     )
-    return Text(f"requests   {requests}{overlap}")
+    return Text(f"{requests}{overlap}")
 
 
 def _latency(reading: Reading, change: Change | None) -> Text:
@@ -118,7 +122,7 @@ def _latency(reading: Reading, change: Change | None) -> Text:
     for group, label in (("first_token_s", "first token"), ("between_tokens_s", "between tokens")):
         median, p99 = (now.quantile(group, share) for share in (0.5, 0.99))
         shown.append(f"{label} {_brief(median)}, p99 {_brief(p99)}")
-    return Text(f"latency    {'   '.join(shown)}")
+    return Text("   ".join(shown))
 
 
 def _brief(seconds: float | None) -> str:
@@ -128,12 +132,12 @@ def _brief(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
-def _faults(reading: Reading) -> Text:
+def _faults(reading: Reading) -> RenderableType:
     """Return the kinds of faults that happened since the server's start, with their numbers."""
     found = [
         f"{label} {scaled(reading.get(figure))}" for figure, label in reading.group("faults") if reading.get(figure)
     ]
-    return Text(f"faults     {'   '.join(found) or 'none'}", style="bold red" if found else "")
+    return Columns([Text(text, style="bold red") for text in found], padding=(0, 3)) if found else Text("none")
 
 
 def _tiers(reading: Reading, change: Change | None) -> Table:
@@ -173,7 +177,8 @@ def _transfers(reading: Reading, change: Change | None) -> Table:
 def _drive(reading: Reading) -> Table:
     """Return the rows on the wear of the drive. There are none if no page was written or the size of the drive is
     unknown."""
-    found = [(label, f"{reading.get(figure):.2g}") for figure, label in reading.group("drive") if reading.get(figure)]
+    shares = [(label, reading.get(figure)) for figure, label in reading.group("drive")]
+    found = [(label, f"{percent(share)} of its size") for label, share in shares if share]
     return table(("drive", ""), found, framed=False)
 
 

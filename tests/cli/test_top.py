@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cli_case import refused
 from hicache.cli import main
+from hicache.console import scaled
 from hicache.errors import NotOurServer
 from hicache.monitoring.client import MetricsClient
+from hicache.monitoring.figures import FIGURES
 from hicache.monitoring.loopback import is_loopback
 from hicache.monitoring.readings import Change, History, Reading
+from hicache.monitoring.server_figures import SGLANG as SGLANG_FIGURES
+from hicache.monitoring.server_figures import VLLM as VLLM_FIGURES
+from hicache.monitoring.top import frame
 from programs import command
 from waiting import eventually
 
@@ -138,6 +145,26 @@ def test_a_vllm_with_hicache_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert lines["host"][-2:] == ["40.0%", "-"] and lines["disk"][1:3] == ["1.0", "GB"]
     assert "evicted" in shown and "computed instead" in shown and "700" in shown
+
+
+@pytest.mark.parametrize("table", [FIGURES, VLLM_FIGURES, SGLANG_FIGURES], ids=["hicache", "vllm", "sglang"])
+def test_the_frame_fits_into_80_columns(table: Mapping[str, object]) -> None:
+    """With wide values of every figure no text is cut, and no number is separated from its name."""
+    sizes = {"requests": 128, "faults": 70_900, "drive": 12.3, "saved_s": 2_674_800, "moved_s": 1.5}
+    figures = {name: sizes.get(name.split(".")[0], 188_800_000 * (1 + len(name))) for name in table}
+    figures["server.start_time_s"] = 0.0
+    history = History(Reading(0, dict.fromkeys(figures, 0.0)), 10)
+    history.add(Reading(10, figures))
+    shown = {}
+    for width in (80, 200):
+        console = Console(width=width, file=io.StringIO())
+        console.print(frame("http://127.0.0.1:8000", history))
+        shown[width] = console.file.getvalue()
+    assert "…" not in shown[80]
+    tables = {width: text[text.index("\ntier") :].split() for width, text in shown.items()}
+    assert tables[80] == tables[200]
+    for figure, label in history.last.group("faults"):
+        assert f"{label} {scaled(figures[figure])}" in shown[80], figure
 
 
 def test_a_vllm_that_goes_away_is_named_by_its_own_route(capsys: pytest.CaptureFixture[str]) -> None:
