@@ -41,7 +41,7 @@ from hicache.metrics import Counter, Metrics
 from hicache.storage import PageFormat, open_store
 from hicache.storage.process.jobs import FindDone, FindJob, LeaseDone, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.storage.process.shared_memory import new_memory
-from hicache.stores.side_by_side import answer_limit_s
+from hicache.stores.disk_and_remote import answer_limit_s
 from hicache.tiers import REMOTE
 
 _IDENTITY: dict[str, str | int] = {"server": "bench", "weights": "none", "layout": "bytes"}

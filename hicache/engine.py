@@ -69,7 +69,7 @@ __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Memor
 log = logging.getLogger(__name__)
 
 _EXIT_S = 5.0  # maximum time of `abandon`
-_LOOK_S = 0.001  # time between two checks whether a call has ended
+_POLL_S = 0.001  # time between two checks whether a call has ended
 _MODES = get_args(PrefetchMode)
 _MAX_COUNT = (1 << 63) - 1
 _MAX_RANK = (1 << 31) - 1  # maximum priority and number of uses: up to 2^31, eviction ranks (sums of floats) are exact
@@ -103,14 +103,14 @@ def _wrapped(
             engine._refuse_second()
         try:  # no function call between check and assignment, so the interpreter does not switch threads
             turn.thread = thread
-            if must_run and (engine._why_not or engine._owner.pid != os.getpid()):
+            if must_run and (engine._not_running_reason or engine._owner.pid != os.getpid()):
                 engine._require_running()
             return verb(engine, *args, **kwargs)
         except BaseException as error:
             is_refusal = isinstance(error, HiCacheError) and not isinstance(error, (DoubleFree, InvariantError))
             is_finding = isinstance(error, InvariantError) and verb.__name__ == "check"  # `check` changes nothing
             if not (is_refusal or is_finding):
-                engine._doubt(verb.__name__, error)
+                engine._check_after_error(verb.__name__, error)
             raise
         finally:
             turn.thread = None
@@ -141,7 +141,7 @@ class _Turn:
                 return True
             if time.monotonic() >= deadline_s:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 class CacheEngine:
@@ -165,7 +165,7 @@ class CacheEngine:
         self._events = events
         self._turn = _Turn()  # the thread that is inside a call, if any
         # The reason why calls other than `release`, `cancel` and `close` are refused; empty while the engine runs.
-        self._why_not = "the engine is not started; call start()"
+        self._not_running_reason = "the engine is not started; call start()"
         self._is_broken = False  # True if a call raised before its end, and invariants of the engine are violated
         self._lifecycle = _Lifecycle.NEW
         self._finalizer: weakref.finalize[..., object] | None = None
@@ -242,7 +242,7 @@ class CacheEngine:
             self._require_running()
             return
         self._lifecycle = _Lifecycle.STARTED
-        self._why_not = ""
+        self._not_running_reason = ""
         threads = (self._transfers, self._stores, self._events)
         self._finalizer = weakref.finalize(self, abandon, self._owner, self._turn, *threads)
         for part in (*self._transfers, self._events):
@@ -260,10 +260,10 @@ class CacheEngine:
         """
         if not self._owner.is_here:
             return
-        finalizer, was_running = self._finalizer, not self._why_not
+        finalizer, was_running = self._finalizer, not self._not_running_reason
         was_closed = self._lifecycle is _Lifecycle.CLOSED or (finalizer is not None and not finalizer.alive)
         self._lifecycle = _Lifecycle.CLOSED
-        self._why_not = "the engine is closed; build another"
+        self._not_running_reason = "the engine is closed; build another"
         if was_closed:
             for tier in self._stores:
                 tier.close()
@@ -582,8 +582,8 @@ class CacheEngine:
 
     def _require_running(self) -> None:
         self._owner.require_here()
-        if self._why_not:
-            raise NotRunning(self._why_not)
+        if self._not_running_reason:
+            raise NotRunning(self._not_running_reason)
 
     def _refuse_second(self) -> None:
         """Raise ConcurrentCall for a call during another call. In a fork, do nothing, because the other call never ends
@@ -592,11 +592,16 @@ class CacheEngine:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise ConcurrentCall(f"thread {names.get(self._turn.thread, self._turn.thread)}")
 
-    def _doubt(self, verb: str, error: BaseException) -> None:
+    def _check_after_error(self, verb: str, error: BaseException) -> None:
         """Check all invariants after a call of `verb` ended in an unexpected error, such as KeyboardInterrupt. If an
         invariant is violated, refuse all calls except `release`, `cancel` and `close`."""
-        before, self._is_broken = (self._is_broken, self._why_not), True  # in case the check is interrupted too
-        self._why_not = self._why_not or f"{error!r} left {verb}() half done; close the engine and build another"
+        before, self._is_broken = (
+            (self._is_broken, self._not_running_reason),
+            True,
+        )  # in case the check is interrupted too
+        self._not_running_reason = (
+            self._not_running_reason or f"{error!r} left {verb}() half done; close the engine and build another"
+        )
         try:
             of_host = [component.pages.table for component in self._context.components if component.has_host]
             for table in {self._context.tree.table, *of_host}:
@@ -605,7 +610,7 @@ class CacheEngine:
         except Exception:
             log.exception("the engine takes no further calls: %r left %s() half done", error, verb)
         else:
-            self._is_broken, self._why_not = before
+            self._is_broken, self._not_running_reason = before
 
     def _held(self, leases: object) -> Sequence[Lease]:
         """Return `leases`, one lease or several, as a sequence. Raises `InvalidArgument`, `LeaseEnded` and

@@ -31,7 +31,7 @@ NEW_SUFFIX = ".new"
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
 _MODE_OF_OTHERS = 0o077
 _KERNEL_LOCKS = Path("/proc/locks")
-_CLOSING_WAIT_S, _LOOK_S = 60.0, 0.02
+_CLOSING_WAIT_S, _POLL_S = 60.0, 0.02
 
 
 def slots_file(path: Path, page_bytes: int, slot_bytes: int) -> Path:
@@ -147,7 +147,7 @@ class WriterLock:
                     raise
                 if not os.fstat(self._descriptor).st_size or time.monotonic() > until_s:
                     raise
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
     def announce_close(self) -> None:
         """Announce that the lock will be released soon, so that processes that open the store wait for the lock instead

@@ -19,7 +19,7 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.records import NAME_FIELD
 from hicache.stores.page_format import identity_of, page_filter
-from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
+from hicache.stores.tier import JOB_PAGES, StoreTier, open_given, open_tier
 from hicache.tiers import DISK, REMOTE, Component, Store
 
 # One job is one call to a remote store. Jobs have many pages, because the store's client transfers many pages at once,
@@ -97,7 +97,7 @@ def given_stores(config: EngineConfig, store: PageStore | None, remote: PageStor
 def _disk(config: EngineConfig, store: PageStore | None, pages: _HostPages, *, reports_removed: bool) -> StoreTier:
     disk, settings = config.disk, _disk_settings(config, pages)
     if store is not None:
-        return given_tier(store, settings)
+        return open_given(store, settings)
     assert disk is not None
     request = StoreRequest(disk.url, pages.identity, pages.formats, key_of(disk), reports_removed, settings)
     job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // pages.largest_bytes))
@@ -144,7 +144,7 @@ def _remote(config: EngineConfig, store: PageStore | None, pages: _HostPages) ->
     if store is not None:
         for host in pages.hosts:
             store.register_memory(_bytes_of(host))
-        return given_tier(store, settings, job_pages=job_pages)
+        return open_given(store, settings, job_pages=job_pages)
     request = StoreRequest(remote.url, pages.identity, pages.formats, key_of(remote), settings=settings)
     return open_tier(request, in_process=remote.transport == "inline", job_pages=job_pages)
 

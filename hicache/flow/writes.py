@@ -33,7 +33,7 @@ _JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # the most pages and bytes of one job
 # If no budget is set, the budget is half of the measured rate of writes, so that reads have the other half.
 _MEASURED_BYTES, _BUDGET_SHARE = 256 << 20, 0.5
 _SOURCE, _ROWS = itemgetter(0), itemgetter(1)  # accessors of one part of a round
-_LOOK_S = 0.05  # time between two attempts to write pages that the budget refused
+_POLL_S = 0.05  # time between two attempts to write pages that the budget refused
 _ANNOUNCED_SHARE = 0.25  # share of store or host that is written between two announcements of prefixes
 
 
@@ -66,7 +66,7 @@ class Writes(PageTransfer):
         self._writes: dict[int, _Write] = {}
         self._stalled = set[int]()  # tickets of jobs whose writer has stalled
         self._tickets = itertools.count()
-        self._next_look_s = 0.0
+        self._next_attempt_s = 0.0
         self._times_lost = 0  # losses of the store process that were reported as events
         self._host_bytes = sum([each.host.num_pages * each.host.page_bytes for each in context.components])
         self._store_bytes = 0  # the budget of the store; 0: unknown
@@ -158,7 +158,8 @@ class Writes(PageTransfer):
             self.is_partly_applied = False
         scheduler = self._scheduler
         if not scheduler.num_unanswered and (
-            not scheduler.is_done or (scheduler.mode is WriteMode.COLD and self._context.clock() >= self._next_look_s)
+            not scheduler.is_done
+            or (scheduler.mode is WriteMode.COLD and self._context.clock() >= self._next_attempt_s)
         ):
             self._begin_round()
         if self._backlog:
@@ -199,7 +200,7 @@ class Writes(PageTransfer):
             size = max(1, min(_JOB_PAGES, _JOB_BYTES // source.page_bytes))
             for start in range(0, len(rows), size):
                 self._backlog.append((component, rows[start : start + size]))
-        self._next_look_s = self._context.clock() + _LOOK_S
+        self._next_attempt_s = self._context.clock() + _POLL_S
 
     def _send(self) -> None:
         """Send the first pages of the backlog, at most `_MAX_SENT_JOBS` jobs."""

@@ -46,7 +46,7 @@ from hicache.storage.process.stores import NO_REMOTE, StoreRequest
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import is_store_name, store_name
 from hicache.storage.urls import disk_of, opener_of
-from hicache.stores.side_by_side import Stores
+from hicache.stores.disk_and_remote import Stores
 from hicache.stores.tier import StoreTier, open_remote, open_tier
 from hicache.tiers import DISK, REMOTE, Store
 

@@ -35,10 +35,10 @@ from hicache.storage.process.jobs import (
     WriteJob,
 )
 from hicache.storage.process.shared_memory import new_memory
-from hicache.stores.side_by_side import Stores
+from hicache.stores.disk_and_remote import Stores
 from hicache.tiers import Store
 
-_LOOK_S = 0.25  # time between two checks while the process sends nothing
+_POLL_S = 0.25  # time between two checks while the process sends nothing
 _JOB_BYTES = 8 << 20  # maximum bytes of one job, which has at least one page
 _WRITE_BYTES = 128 << 20  # bytes of staging pages for writes, which are at least two pages
 _MAX_PAGES = 4096  # maximum staging pages for reads, and for writes
@@ -243,13 +243,13 @@ class WaitingTier:
         while True:
             with self._changed:
                 while self._is_watched and job.state is _JobState.IN_FLIGHT and self.tier.clock() <= until_s:
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_POLL_S)
                 left_s = until_s - self.tier.clock()
                 if job.state is not _JobState.IN_FLIGHT or left_s < 0:
                     return job.ok
                 self._is_watched = True
             try:
-                self.stores.wait(min(_LOOK_S, left_s))
+                self.stores.wait(min(_POLL_S, left_s))
             finally:
                 with self._changed:
                     self._is_watched = False

@@ -2,7 +2,7 @@
 
 open_tier    the store runs in a process started for it, or in an operator's process behind unix:/path/of/socket
 open_remote  the remote store that runs in the process of another tier's store
-given_tier   the store is a Python object of the caller, and runs in a thread of this process
+open_given   the store is a Python object of the caller, and runs in a thread of this process
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def open_remote(
     return StoreTier(JoinedClient(tier), asked, job_pages=job_pages, clock=clock)
 
 
-def given_tier(
+def open_given(
     store: PageStore,
     settings: ServiceSettings,
     *,

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _MAX_BATCH_PAGES, _MAX_BATCH_BYTES = 64, 16 << 20  # maximum size of one put; the I/O timeout applies to one put
 _MAX_KNOWN_KEYS = 1 << 16
 _KNOWN_S = 3600.0  # time for which a page of the remote store counts as present, because the store may remove it
-_MAX_YIELD_S, _LOOK_S = 0.1, 0.002
+_MAX_YIELD_S, _POLL_S = 0.1, 0.002
 _CLOSE_S = 5.0  # time for which `close` waits for queued pages
 _OPEN_PAUSE_S, _MAX_OPEN_PAUSE_S = 1.0, 30.0
 _IS_OPEN, _IS_NOT_OPEN = 0, 2  # state numbers of a breaker
@@ -216,7 +216,7 @@ class Replicator:
         """Wait while reads of the local store are queued, but at most `_MAX_YIELD_S`."""
         until_s = time.monotonic() + _MAX_YIELD_S
         while len(self._local.reads) and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 class _KnownKeys(OrderedDict[bytes, float]):

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     # A read has two pages, so that a reader of a long prompt makes several reads.
     settings = functools.partial(ServiceSettings, part_bytes=2 * TOY_PAGE_BYTES)
     monkeypatch.setattr(hicache.build.store_tiers, "ServiceSettings", settings)
-    for name in ("open_tier", "given_tier"):
+    for name in ("open_tier", "open_given"):
         opens = getattr(hicache.build.store_tiers, name)
         monkeypatch.setattr(hicache.build.store_tiers, name, functools.partial(opens, clock=clock))
     return clock

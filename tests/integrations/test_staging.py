@@ -13,7 +13,7 @@ from disk_case import Clock, Gate, TroubledStore, started_tier
 from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageBuffer
 from hicache.storage.process.health import LIMITS
-from hicache.stores.side_by_side import Stores
+from hicache.stores.disk_and_remote import Stores
 from hicache.tiers import DISK
 from waiting import BOUND_S, eventually
 

@@ -56,7 +56,7 @@ class Case:
     def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
         """Whether the gate loads a prompt that the disk holds, for a request without others."""
         request, candidate = self.add_candidate(num_tokens)
-        self.gate.step(())
+        self.gate.on_step(())
         loads = self.decide(request, candidate, queue)
         self.gate.forget(request)
         return loads
@@ -66,16 +66,16 @@ class Case:
         request, _ = self.add_candidate(num_tokens)
         half = num_tokens // 2
         for scheduled, span in (([request], (0, half)), ([], (half, num_tokens))):
-            self.gate.step(scheduled)
+            self.gate.on_step(scheduled)
             self.after(seconds / 2)
-            self.gate.computed([span])
-        self.gate.step(())
+            self.gate.on_computed([span])
+        self.gate.on_step(())
         self.gate.forget(request)
 
     def read(self, seconds: float) -> None:
         """Make all readers together read a prompt in `seconds`."""
         for _ in range(4):
-            self.gate.read(PROMPT_BYTES // 4, seconds)
+            self.gate.on_read(PROMPT_BYTES // 4, seconds)
 
     def counts(self) -> tuple[float, ...]:
         gate = self.gate
@@ -89,9 +89,9 @@ def test_loads_wait_for_those_before_them() -> None:
     case.read(0.4)
     assert not case.loads(queue=Queue(2 * PROMPT_BYTES, case.clock()))
     add_candidate = [case.add_candidate() for _ in range(3)]
-    case.gate.step(())
+    case.gate.on_step(())
     assert [case.decide(*each) for each in add_candidate] == [True, True, False]
-    case.gate.step(())
+    case.gate.on_step(())
     for request, _ in add_candidate:
         case.gate.forget(request)
     assert case.loads()
@@ -104,18 +104,18 @@ def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None
     case.read(2.5)
     assert not case.loads()
     (running, _), _ = case.add_candidate(), case.add_candidate()
-    case.gate.step([running])
+    case.gate.on_step([running])
     assert case.loads()
     case.gate.forget(running)
     assert not case.loads()
     (at_disk, candidate), (other, _) = case.add_candidate(), case.add_candidate()
-    case.gate.step(())
+    case.gate.on_step(())
     assert case.decide(at_disk, candidate)
-    case.gate.step(())
+    case.gate.on_step(())
     assert case.loads()
     case.gate.forget(other)
     assert not case.loads()
-    case.gate.loaded(at_disk)  # the request at the disk waits for the GPU now
+    case.gate.on_loaded(at_disk)  # the request at the disk waits for the GPU now
     assert case.loads()
     assert case.counts() == (4, 3, 0, 0)
 
@@ -128,7 +128,7 @@ def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
     first, second = (case.add_request(PROMPT, 2 * PROMPT) for _ in range(2))
     for request in (first, second):
         candidate = case.gate.add_candidate(request, 0, 2 * PROMPT)
-        case.gate.step(())
+        case.gate.on_step(())
         case.gate.decide(request, spans_of(PROMPT), CHUNK_BYTES, IDLE)
         assert candidate.loads
     case.after(61)  # the rate of the disk is forgotten
@@ -136,7 +136,7 @@ def test_a_load_may_take_as_long_as_the_gpu_has_other_work() -> None:
     assert (case.gate.num_delayed("other"), case.gate.queued_s("other"), case.gate.queued_s(first)) == (0, 2, 1)
     assert case.loads()
     request, candidate = case.add_candidate()
-    case.gate.step(())
+    case.gate.on_step(())
     spans = [span for span in spans_of(PROMPT) if span[0] not in range(4 * CHUNK, 8 * CHUNK)]
     case.gate.decide(request, spans, CHUNK_BYTES, IDLE)
     assert candidate.loads and candidate.until == math.inf  # not only the chunks before the gap
@@ -156,14 +156,14 @@ def test_other_work_of_the_gpu_is_what_it_has_not_begun_and_no_load_delivers() -
     assert case.gate.queued_s("other") == CHUNK / PROMPT
     case.gate.forget_candidate(request)
     candidate = case.gate.add_candidate(request, 0, PROMPT)
-    case.gate.step(())
+    case.gate.on_step(())
     assert case.decide(request, candidate, rows=Rows(8, 64, may_grow=True)) is None
     assert case.gate.queued_s("other") == 0
     case.after(1)
-    case.gate.step(())
+    case.gate.on_step(())
     assert case.decide(request, candidate, rows=Rows(8, 64, may_grow=True))
     assert case.gate.queued_s("other") == 1 - 8 * CHUNK / PROMPT
-    case.gate.step([request])
+    case.gate.on_step([request])
     assert case.gate.queued_s("other") == 0
     case.add_request()
     assert case.gate.queued_s("other") == 0
@@ -176,10 +176,10 @@ def test_of_requests_that_all_wait_for_the_disk_some_are_computed() -> None:
     case.read(0.9)
     requests = [case.add_request(PROMPT) for _ in range(6)]
     candidates = [case.gate.add_candidate(request, 0, PROMPT) for request in requests]
-    case.gate.step(())
+    case.gate.on_step(())
     few = Rows(0, 64, may_grow=True)
     assert {case.decide(*each, rows=few) for each in zip(requests, candidates, strict=True)} == {None}
-    case.gate.step(())
+    case.gate.on_step(())
     loads = [case.decide(*each) for each in zip(requests, candidates, strict=True)]
     assert loads.count(True) == 3
 
@@ -193,11 +193,11 @@ def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
     for ends, loads in ((few, True), (Rows(0, 64, may_grow=True), False)):
         request, candidate = case.add_candidate()
         for _ in range(6):
-            case.gate.step(())
+            case.gate.on_step(())
             assert case.decide(request, candidate, rows=few) is None
             case.after(0.09)
         case.after(0.1)
-        case.gate.step(())
+        case.gate.on_step(())
         assert case.decide(request, candidate, rows=ends) is loads
         assert candidate.until == (8 * CHUNK if loads else math.inf)
         case.gate.forget(request)
@@ -212,10 +212,10 @@ def test_nobody_waits_for_an_answer_longer_than_computing_costs() -> None:
             case.add_candidate()
         request, candidate = case.add_candidate()
         case.after(0.9 * (1 + others))
-        case.gate.wait(request, candidate)
+        case.gate.end_late_wait(request, candidate)
         assert candidate.loads is None
         case.after(0.2 * (1 + others))
-        case.gate.wait(request, candidate)
+        case.gate.end_late_wait(request, candidate)
         assert candidate.loads is False
         case.gate.forget(request)
     assert case.counts() == (0, 0, 0, 2)
@@ -229,7 +229,7 @@ def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
     case.read(0.1)
     alone, delayed = (case.add_candidate() for _ in range(2))
     for request, candidate in (delayed, alone):  # computing the first request would delay the second
-        case.gate.step(())
+        case.gate.on_step(())
         assert case.decide(request, candidate)
     for _ in range(50):
         case.read(30.0)
@@ -238,16 +238,16 @@ def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
         (alone[0], 4 * PROMPT, 4.0),
         (delayed[0], 4 * PROMPT, 8.0),
     ):
-        assert not case.gate.abandons(request, 0, num_tokens, case.clock() - 0.9 * no_progress_s)
-        assert case.gate.abandons(request, 0, num_tokens, case.clock() - 1.1 * no_progress_s)
+        assert not case.gate.abandon_if_stalled(request, 0, num_tokens, case.clock() - 0.9 * no_progress_s)
+        assert case.gate.abandon_if_stalled(request, 0, num_tokens, case.clock() - 1.1 * no_progress_s)
     assert case.counts() == (2, 0, 0, 3)
 
 
 def test_with_unknown_speeds_a_load_is_given_up_after_a_bounded_time() -> None:
     case = Case()
-    assert not case.gate.abandons("1", 0, 4000, case.clock() - 3.9)
-    assert case.gate.abandons("1", 0, 4000, case.clock() - 4.1)
-    assert not Case(0).gate.abandons("1", 0, 4000, case.clock() - 1e9)
+    assert not case.gate.abandon_if_stalled("1", 0, 4000, case.clock() - 3.9)
+    assert case.gate.abandon_if_stalled("1", 0, 4000, case.clock() - 4.1)
+    assert not Case(0).gate.abandon_if_stalled("1", 0, 4000, case.clock() - 1e9)
 
 
 class Timed:
@@ -260,16 +260,16 @@ class Timed:
 
     def step(self, *spans: tuple[int, int], seconds: float = 0.25) -> None:
         """Schedule a step that computes these tokens of prompts in `seconds`."""
-        self.timer.scheduled()
+        self.timer.on_scheduled()
         self.end(*spans, seconds=seconds)
 
     def end(self, *spans: tuple[int, int], seconds: float = 0.25) -> None:
         self.clock.now_s += seconds
-        self.timer.computed(spans)
+        self.timer.on_computed(spans)
 
     def prefill_s(self, start: int = 0, end: int = 8192) -> float | None:
-        self.timer.scheduled()  # a later step
-        self.timer.computed(())
+        self.timer.on_scheduled()  # a later step
+        self.timer.on_computed(())
         return self.cost.prefill_s(start, end)
 
 
@@ -299,11 +299,11 @@ def test_a_step_that_was_scheduled_during_another_step_begins_after_it() -> None
     """vLLM schedules each step while it computes the previous step. A step of 4096 tokens takes 0.25 s, a decoding step
     0.01 s."""
     timed = Timed()
-    timed.timer.scheduled()
+    timed.timer.on_scheduled()
     for n in range(4):
-        timed.timer.scheduled()
+        timed.timer.on_scheduled()
         timed.end((4096 * n, 4096 * (n + 1)))
-        timed.timer.scheduled()
+        timed.timer.on_scheduled()
         timed.end(seconds=0.01)
     timed.end(seconds=0.01)
     assert timed.prefill_s() == pytest.approx(2 * 0.25)

@@ -173,8 +173,8 @@ def test_a_step_costs_the_same_however_many_requests_wait(*, pending: bool, monk
     """While one request decodes, a step costs the same for 10 and for 1000 waiting requests, which are ready or wait
     for a store that does not answer. No rank is computed again."""
     store, model = TroubledStore(MemoryPageStore(1 << 20)), shared(tiny_llama)
-    given = functools.partial(hicache.build.store_tiers.given_tier, clock=Clock())
-    monkeypatch.setattr(hicache.build.store_tiers, "given_tier", given)
+    given = functools.partial(hicache.build.store_tiers.open_given, clock=Clock())
+    monkeypatch.setattr(hicache.build.store_tiers, "open_given", given)
     calls = dict[int, list[int]]()
     for number in (10, 1000):
         with tiny_engine(model, store=store, host_bytes=1 << 20, device_tokens=2048) as engine:

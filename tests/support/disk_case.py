@@ -15,7 +15,7 @@ from hicache.engine import CacheEngine
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
-from hicache.stores.tier import StoreTier, given_tier
+from hicache.stores.tier import StoreTier, open_given
 from memory_store import MemoryPageStore
 from waiting import BOUND_S, eventually
 
@@ -147,7 +147,7 @@ def started_tier(
     limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6)
     sizes = {"queue_jobs": queue_jobs, "full_bytes": full_bytes, "part_bytes": 2 * PAGE_BYTES}
     settings = ServiceSettings(readers=readers, detaches_reads=detaches_reads, name=name, limits=limits, **sizes)
-    return given_tier(store, settings, clock=clock, owns_store=True), store
+    return open_given(store, settings, clock=clock, owns_store=True), store
 
 
 def pages(seed: int, count: int) -> tuple[tuple[bytes, ...], tuple[np.ndarray, ...]]:

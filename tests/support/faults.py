@@ -39,7 +39,7 @@ class Faults:
         patches = (
             mock.patch.object(hicache.storage.process.stores, "open_store", store),
             mock.patch.object(tiers, "open_tier", functools.partial(tiers.open_tier, clock=self.clock)),
-            mock.patch.object(tiers, "given_tier", functools.partial(tiers.given_tier, clock=self.clock)),
+            mock.patch.object(tiers, "open_given", functools.partial(tiers.open_given, clock=self.clock)),
         )
         with contextlib.ExitStack() as stack:
             for patch in patches:

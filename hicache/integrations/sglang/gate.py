@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import NoteStore, PrefillNote, ServerLoadPolicy
 from hicache.metrics import Metrics
-from hicache.stores.side_by_side import answer_limit_s
+from hicache.stores.disk_and_remote import answer_limit_s
 from hicache.tiers import Store
 
 _MIN_TOKENS = 1024  # minimum tokens of a measurement; the time for fewer tokens is mostly overhead

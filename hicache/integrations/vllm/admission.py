@@ -105,7 +105,7 @@ class Admission:
         if gate.is_due(candidate):
             held = self._lookups.held(request)
             if held is None:
-                gate.wait(request, candidate)
+                gate.end_late_wait(request, candidate)
             elif held:
                 self._decide(candidate, held, req_context)
         if candidate.loads:

@@ -23,7 +23,7 @@ UPDATE_FROM_OUTPUT = Scheduler.update_from_output  # the original method of vLLM
 class TimesPrefill(Protocol):
     """The interface of hicache's tier for vLLM's scheduler."""
 
-    def computed(self, spans: Sequence[tuple[int, int]]) -> None:
+    def on_computed(self, spans: Sequence[tuple[int, int]]) -> None:
         """Record that the GPU has computed a step. `spans`: tokens [start, end) of each prompt that the step computed.
         The scheduler's thread calls this method."""
         ...
@@ -37,7 +37,7 @@ def report_steps() -> None:
 def _update_from_output(scheduler: Scheduler, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
     spans = _prompt_spans(scheduler, scheduler_output)
     for tier in _tiers(scheduler.connector):
-        tier.computed(spans)
+        tier.on_computed(spans)
     return UPDATE_FROM_OUTPUT(scheduler, scheduler_output, *args, **kwargs)
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from hicache.flow.cost import CostModel, LoadEstimate
 from hicache.integrations.load_gate import ServerLoadPolicy
 from hicache.metrics import Metrics
-from hicache.stores.side_by_side import answer_limit_s
+from hicache.stores.disk_and_remote import answer_limit_s
 from hicache.tiers import DISK, REMOTE, Store
 
 # Number of tokens in one measurement. The time of fewer tokens is mostly kernel launches, and says little about long
@@ -59,14 +59,14 @@ class PrefillTimer:
         self._end_s = -math.inf  # end of the last step
         self._tokens = self._positions = self._seconds = 0.0
 
-    def scheduled(self) -> None:
+    def on_scheduled(self) -> None:
         """Record that a step is scheduled. Passes the tokens and times of ended steps to the cost model."""
         if self._tokens >= _PASS_TOKENS and self._seconds > 0:
             self._cost.observe_prefill(int(self._tokens), self._seconds, self._positions / self._tokens)
             self._tokens = self._positions = self._seconds = 0.0
         self._scheduled_s.append(self._clock())
 
-    def computed(self, spans: Sequence[tuple[int, int]]) -> None:
+    def on_computed(self, spans: Sequence[tuple[int, int]]) -> None:
         """Record that a step has ended; steps end in the order in which they are scheduled. `spans`: tokens [start,
         end) of each prompt that the step computed."""
         now_s = self._clock()
@@ -263,7 +263,7 @@ class LoadGate(ServerLoadPolicy):
         end = self._ends[request]
         return self.cost.prefill_s(min(candidate.computed_from, end) if candidate else 0, end) or 0.0
 
-    def wait(self, request: str, candidate: Candidate) -> None:
+    def end_late_wait(self, request: str, candidate: Candidate) -> None:
         """End the wait for the disk's answer if the wait has taken as long as computing would delay all requests
         together."""
         wait_s, num_delayed = self._clock() - candidate.looked_up_s, self.num_delayed(request)
@@ -309,7 +309,7 @@ class LoadGate(ServerLoadPolicy):
             self._accepted_bytes[DISK] += (part.num_chunks - part.num_remote) * chunk_bytes
             self._accepted_bytes[REMOTE] += part.num_remote * chunk_bytes
 
-    def abandons(self, request: str, start: int, end: int, progress_s: float, store: Store = DISK) -> bool:
+    def abandon_if_stalled(self, request: str, start: int, end: int, progress_s: float, store: Store = DISK) -> bool:
         """Return whether to abandon the rest of a load because a store is stalled, so that vLLM computes tokens [start,
         end). `progress_s`: time at which this load or an earlier load last made progress, or at which this load was
         submitted."""
@@ -321,26 +321,26 @@ class LoadGate(ServerLoadPolicy):
             candidate.computed_from = min(candidate.computed_from, start)
         return True
 
-    def read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
+    def on_read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
         """Record that one reading thread of a store has read `num_bytes` in `seconds`."""
         self.cost.observe_reads([(num_bytes, seconds)], store)
 
-    def loaded(self, request: str) -> None:
+    def on_loaded(self, request: str) -> None:
         """Record that the request has no more loads in flight."""
         self._at_disk.discard(request)
 
-    def computed(self, spans: Sequence[tuple[int, int]]) -> None:
+    def on_computed(self, spans: Sequence[tuple[int, int]]) -> None:
         """Record that the GPU has computed a step. `spans`: tokens [start, end) of each prompt that the step
         computed."""
-        self._timer.computed(spans)
+        self._timer.on_computed(spans)
 
-    def step(self, scheduled: Iterable[str]) -> None:
+    def on_step(self, scheduled: Iterable[str]) -> None:
         """Record the end of a scheduler step, after which the GPU computes the step. `scheduled`: requests that the
         step scheduled for the first time."""
         self._step += 1
         self._accepted_bytes.clear()
         self.has_waiting = False
-        self._timer.scheduled()
+        self._timer.on_scheduled()
         for request in scheduled:
             self._at_disk.discard(request)
             self._begin(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 
 from hicache.storage.process.jobs import FindDone, FindJob
-from hicache.stores.side_by_side import Stores
+from hicache.stores.disk_and_remote import Stores
 
 _LOOKUPS_A_POLL = 16
 

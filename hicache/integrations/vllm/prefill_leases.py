@@ -20,7 +20,7 @@ from enum import Enum, auto
 from hicache.flow.cost import CostModel
 from hicache.metrics import Counter
 from hicache.storage.process.jobs import FindDone, FindJob, LeaseDone, LeaseJob
-from hicache.stores.side_by_side import Stores, answer_limit_s
+from hicache.stores.disk_and_remote import Stores, answer_limit_s
 from hicache.tiers import REMOTE
 
 STEP_TOKENS = 16_384

@@ -71,7 +71,7 @@ from hicache.pages.table import names_of
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.health import LIMITS
 from hicache.storage.process.jobs import FindDone, LeaseDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.stores.side_by_side import answer_limit_s
+from hicache.stores.disk_and_remote import answer_limit_s
 from hicache.tiers import DISK, REMOTE
 from hicache.tiers import Store as Home
 
@@ -82,7 +82,7 @@ _QUEUE_JOBS = 4096
 _HASH_BYTES = 32  # length of a SHA-256
 _GROUP_BYTES = 4  # number of the group of layers, after the hash
 _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
-_DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
+_DRAIN_POLL_S, _DRAIN_WARN_S = 0.25, 10.0
 # Maximum shares of the rows that queued stores may pin. Queued stores pin the most recently used rows. With a disk, a
 # quarter of the rows stays available for new chunks; stores to a remote store alone may pin only a quarter.
 _DISK_SHARE, _REMOTE_SHARE = 3 / 4, 1 / 4
@@ -243,9 +243,9 @@ class HiCacheTier(SecondaryTierManager):
             return None
         return MissReason.NO_ROWS if candidate.lacks_rows else MissReason.GATE
 
-    def computed(self, spans: Sequence[tuple[int, int]]) -> None:
+    def on_computed(self, spans: Sequence[tuple[int, int]]) -> None:
         """See `TimesPrefill`."""
-        self.gate.computed(spans)
+        self.gate.on_computed(spans)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         if not hints_of(req_context).session_end:
@@ -330,7 +330,7 @@ class HiCacheTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         for request in context.new_req_ids:
             self._admission.waits_no_longer(request)
-        self.gate.step(context.new_req_ids)
+        self.gate.on_step(context.new_req_ids)
         self._note.step()
         self._cancel_stalled_loads()
         self._lookups.flush()
@@ -344,7 +344,7 @@ class HiCacheTier(SecondaryTierManager):
             if not warned and time.monotonic() - begin_s > _DRAIN_WARN_S:
                 warned = True
                 log.warning("%d jobs are not finished by the stores yet", len(self._loads) + len(self._stores))
-            self._below.wait(_DRAIN_LOOK_S)
+            self._below.wait(_DRAIN_POLL_S)
             self._poll()
 
     def shutdown(self) -> None:
@@ -433,10 +433,9 @@ class HiCacheTier(SecondaryTierManager):
         for load in self._loads.values():
             if load.span is None or load.cancelled.is_set():
                 continue
-            waits_for = [store for store, num_left in load.left.items() if num_left]
-            if any(
-                self.gate.abandons(load.request, *load.span_left, load.progress_s[store], store) for store in waits_for
-            ):
+            waits_for = [(store, load.progress_s[store]) for store, num_left in load.left.items() if num_left]
+            start, end = load.span_left
+            if any(self.gate.abandon_if_stalled(load.request, start, end, at_s, store) for store, at_s in waits_for):
                 load.cancelled.set()
                 abandoned = True
         if abandoned:
@@ -498,14 +497,14 @@ class HiCacheTier(SecondaryTierManager):
         for job_id, other in self._loads.items():
             if job_id >= done.ticket:  # later loads wait for this load
                 other.progress_s[store] = self._last_progress_s
-        self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds, store)
+        self.gate.on_read(sum(done.ok) * self.block_size_bytes, done.seconds, store)
         if not load.left.total():
             self._finish_load(done.ticket, load)
 
     def _finish_load(self, job_id: int, load: Load) -> None:
         del self._loads[job_id]
         if all(other.request != load.request for other in self._loads.values()):
-            self.gate.loaded(load.request)
+            self.gate.on_loaded(load.request)
         read = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if ok]
         failed = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if not ok]
         self._lookups.mark(failed, held=False)

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 from hicache.flow.cost import CostModel
 from hicache.integrations.vllm.gate import LoadGate
 from hicache.metrics import Counter, MetricInfo, Metrics, flattened, joined_help
-from hicache.stores.side_by_side import register_reads
+from hicache.stores.disk_and_remote import register_reads
 from hicache.stores.tier import register_tier
 from hicache.tiers import DISK, REMOTE
 

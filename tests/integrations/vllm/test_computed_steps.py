@@ -29,13 +29,13 @@ def test_each_computed_token_of_a_prompt_is_reported_once(
     """Prompts in parts, several in a step, with a prefix that the GPU has or the CPU tier loads. Tokens that are
     cached, and generated tokens, are not reported. An aborted request does not disturb the others."""
     reported = list[tuple[int, int]]()
-    original = LoadGate.computed
+    original = LoadGate.on_computed
 
     def computed(gate: LoadGate, spans: Sequence[tuple[int, int]]) -> None:
         reported.extend(spans)
         original(gate, spans)
 
-    monkeypatch.setattr(LoadGate, "computed", computed)
+    monkeypatch.setattr(LoadGate, "on_computed", computed)
     monkeypatch.setattr(Scheduler, "update_from_output", UPDATE_FROM_OUTPUT)  # the tier replaces vLLM's own method
     monkeypatch.chdir(tmp_path)  # vLLM starts programs with `-m`, which would find kernels/ of a checkout
     disk = {"path": str(tmp_path / "disk"), "budget": "64MB", "prefill_tokens_per_s": 0}

@@ -45,7 +45,7 @@ def compute(server: Scheduler, clock: Clock, chunks: Sequence[OffloadKey], secon
         assert not any(server.lookup(chunks, context))
         server.step(context.req_id)
         clock.now_s += seconds
-        server.tiers[0].computed([(0, len(chunks) * CHUNK_TOKENS)])
+        server.tiers[0].on_computed([(0, len(chunks) * CHUNK_TOKENS)])
         server.step()  # this step copies the computed chunks
         server.computed(chunks, context)
     server.until(lambda: not server.manager.has_pending_work())

@@ -88,7 +88,7 @@ def test_a_load_that_costs_more_than_computing_counts_as_gate(
     server.ask(prompt_of(1))
     server.reset()
     [tier] = recorder.manager.secondary_tiers
-    tier.gate.read(1, 1e6)  # a disk that takes days to read a page
+    tier.gate.on_read(1, 1e6)  # a disk that takes days to read a page
     assert recorder.ask(prompt_of(1)) == {"gate": COMPLETE}
 
 

@@ -79,7 +79,7 @@ def test_the_endpoint_says_what_the_disk_and_its_gate_did(tmp_path: Path, endpoi
         server.reset()
         for _ in range(3):
             assert reported("disk_hit_pages_total") == 20
-        server.tiers[0].gate.read(1, 1e6)  # a disk that takes days to read a page
+        server.tiers[0].gate.on_read(1, 1e6)  # a disk that takes days to read a page
         for _ in range(2):
             assert server.load(CHUNKS) == [False] * 20
         decisions = {

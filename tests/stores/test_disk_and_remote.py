@@ -16,7 +16,7 @@ from disk_case import Clock, Gate, TroubledStore, blank, pages, started_tier
 from hicache.metrics import Metrics
 from hicache.storage import StoreError
 from hicache.storage.process.jobs import FindDone, FindJob, ReadDone, ReadJob
-from hicache.stores.side_by_side import Stores, answer_limit_s
+from hicache.stores.disk_and_remote import Stores, answer_limit_s
 from hicache.tiers import DISK, REMOTE, Store
 from waiting import eventually
 
