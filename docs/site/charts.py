@@ -249,6 +249,7 @@ def makespan_chart(reports: Sequence[Report]) -> str:
     title, x, y, group = "320 turns of agents under vLLM, one H200", 170, 44, 0.0
     scale = (_WIDTH - _MARGIN - x - _NUMBER_WIDTH) / max(map(max, found.values()))
     parts = [_heading([title], "seconds until the last answer; shorter bars are better")]
+    without = next((percentile(seconds, 50) for (_, mode), seconds in found.items() if mode == "none"), None)
     for (size, mode), seconds in found.items():
         y += 24
         if size > group:
@@ -262,11 +263,16 @@ def makespan_chart(reports: Sequence[Report]) -> str:
             path = f"M{x + low:.1f} {y + 4}v9m0 -4.5H{x + high:.1f}m0 -4.5v9"
             parts.append(f'<path class="range" fill="none" d="{path}"/>')
         weight = ' font-weight="bold"' if is_own else ""
-        parts.append(f"<g{weight}>{_text(x + 6 + high, y + 13, f'{percentile(seconds, 50):.1f} s', 14)}</g>")
+        number = f"{percentile(seconds, 50):.1f} s"
+        parts.append(f"<g{weight}>{_text(_WIDTH - _MARGIN, y + 13, number, 14, 'end')}</g>")
+    if without is not None:
+        path = f"M{x + scale * without:.1f} 66V{y + 20}"
+        parts.append(f'<path class="range" fill="none" stroke-dasharray="1 4" d="{path}"/>')
     most = max(map(len, found.values()))
     note = f"median and range of {most} runs; bars without a range: one run"
     parts.append(_text(_MARGIN, y + 46, note, 13, colour="dim"))
-    return _svg(y + 62, title, parts)
+    parts.append(_text(_MARGIN, y + 63, "each size: its own session and state of the code", 13, colour="dim"))
+    return _svg(y + 79, title, parts)
 
 
 def demo_output() -> list[str]:
@@ -365,4 +371,4 @@ def _svg(height: int, title: str, parts: Sequence[str]) -> str:
 def _number(value: float) -> str:
     if value >= 1000:
         return f"{value:,.0f}".replace(",", " ")
-    return f"{value:.3g}"
+    return f"{value:#.3g}".removesuffix(".")
