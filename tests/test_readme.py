@@ -19,7 +19,8 @@ LIBRARY = README.parent / "docs/library.md"
 RESULTS = README.parent / "bench/results"
 _NUMBER = re.compile(r"(?<![\w.])\d{1,3}(?: \d{3})*(?:\.\d+)?")
 _ROW = re.compile(
-    r"^\| \*\*([^*|]+):\*\* ([^|;]+); ([^|]+) \| [^|]+<br>\[<code>(.+)</code>\]\(bench/results/([\w.-]+\.json)\) \|$",
+    r"^\| \*\*([^*|]+)\*\* \| ([^|]+) \| ([^|]+) \| [^|]+<br>"
+    r"\[<code>(.+)</code>\]\(bench/results/([\w.-]+\.json)\) \|$",
     re.MULTILINE,
 )
 
@@ -130,16 +131,16 @@ def test_a_row_quotes_the_value_and_the_ceiling_of_its_case() -> None:
     assert len(rows) == text.count(".json) |\n") == 8
     assert wrong_rows(text) == []
     for row in rows:
-        result = f"{row.ratio}:** {row.measured}; {row.compared}"
+        result = f"{row.ratio}** | {row.measured} | {row.compared}"
         figures = _NUMBER.findall(row.measured)[0], _NUMBER.findall(row.compared)[0]
         assert is_ratio(row.ratio, *(float(figure.replace(" ", "")) for figure in figures)), "too few digits"
         measured_side = row.measured.replace(figures[0], figures[1], 1)
         compared_side = row.compared.replace(figures[1], figures[0], 1)
         for exchanged in (
-            f"{row.ratio}:** {row.compared}; {row.measured}",
-            f"{row.ratio}:** {measured_side}; {row.compared}",
-            f"{row.ratio}:** {row.measured}; {compared_side}",
-            f"1{row.ratio}:** {row.measured}; {row.compared}",
+            f"{row.ratio}** | {row.compared} | {row.measured}",
+            f"{row.ratio}** | {measured_side} | {row.compared}",
+            f"{row.ratio}** | {row.measured} | {compared_side}",
+            f"1{row.ratio}** | {row.measured} | {row.compared}",
         ):
             assert set(wrong_rows(text.replace(result, exchanged))) == {row.case}
 
@@ -157,14 +158,14 @@ def test_a_row_is_the_first_one_whose_file_has_all_its_cases(tmp_path: Path) -> 
     others = "165.2 s with vLLM's lazy CPU tier, 170.0 with vLLM's CPU tier, 172.0 without a tier"
     source = "</code>](bench/results/servers-nvidia-h200.json) |"
     row = measured.measured_table(tmp_path)[0]
-    assert row.startswith(f"| **1.4 times as fast:** 120.0 s; {others} |")
+    assert row.startswith(f"| **1.4 times as fast** | 120.0 s | {others} |")
     assert ", medians of 2 runs of each<br>[<code>servers.<wbr>vllm." in row and row.endswith(source)
     note = "hicache, 119 to 121 in 3 runs, over lmcache, 150 to 150 in 1 runs"
     name = "servers.vllm.agents.over_lmcache.64"
     report.case(name, [120.0], "s", better="lower", ceiling=150.0, note=note)
     report.write(tmp_path)
     row = measured.measured_table(tmp_path)[0]
-    assert f"; {others}, 150.0 with LMCache |" in row and ", one run of each<br>" in row and row.endswith(source)
+    assert f"| {others}, 150.0 with LMCache |" in row and ", one run of each<br>" in row and row.endswith(source)
     (tmp_path / "serving-nvidia-h200.json").unlink()
     with pytest.raises(LookupError, match=r"serving\.ttft\.host"):
         measured.measured_table(tmp_path)

@@ -45,7 +45,8 @@ class Row:
     conclusion: str = ""
 
     def cells(self, cases: dict[str, Case], folder: str) -> list[str]:
-        """Result, and workload with a link to the file in `folder`. The name of the case may break after a dot."""
+        """The ratio, both sides, and the workload with a link to the file in `folder`. The name of the case may break
+        after a dot."""
         case = cases[self.case]
         assert case.ceiling is not None
         notes = {word: float(number) for word, number in re.findall(r"([a-z]+) (\d+\.?\d*)", case.note)}
@@ -55,9 +56,9 @@ class Row:
         compared += "".join(f", {form.format(ceiling=cases[name].ceiling)} {_side(name)}" for name in self.others)
         runs = _runs([cases[name].note for name in (self.case, *self.others)]) if "{runs}" in self.what else ""
         measured = self.measured.format(value=case.value, **notes)
-        result = f"**{conclusion(case, self.conclusion)}:** {_grouped(f'{measured}; {compared}')}"
         link = f"[<code>{self.case.replace('.', '.<wbr>')}</code>]({folder}/{self.file})"
-        return [result, f"{self.what.replace('{runs}', runs)}<br>{link}"]
+        ratio = f"**{conclusion(case, self.conclusion)}**"
+        return [ratio, _grouped(measured), _grouped(compared), f"{self.what.replace('{runs}', runs)}<br>{link}"]
 
 
 def conclusion(case: Case, words: str = "") -> str:

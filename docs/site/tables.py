@@ -203,7 +203,7 @@ def _usage(flag: argparse.Action) -> str:
 def _measured_table(page: str) -> str:
     """README's table, or the same with links from a page of docs/."""
     folder = "../bench/results" if page else "bench/results"
-    return _table("| result | workload, and case with its file |", measured_table(folder=folder))
+    return _table("| result | hicache | others | workload, and case with its file |", measured_table(folder=folder))
 
 
 _TABLES: dict[str, Callable[[str], str]] = {
