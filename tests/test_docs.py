@@ -188,6 +188,7 @@ def test_commands_of_configurations_run(name: str, capsys: pytest.CaptureFixture
     """Each complete command on the pages that prints the configuration of a plug-in prints JSON that the plug-in
     accepts."""
     text = "\n".join(page.read_text() for page in PAGES if page.parent.name != "decisions")
+    text = re.sub(r"\\\n\s+", "", text)  # lines that end with a backslash go on
     commands = {tuple(flags.split()) for flags in re.findall(rf"{name} ((?:--[a-z-]+ [\w/:.]+ ?)+)", text)}
     complete = [flags for flags in commands if not {"--cpu", "--disk"}.isdisjoint(flags)]
     assert len(complete) >= 2

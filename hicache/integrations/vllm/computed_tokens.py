@@ -16,7 +16,8 @@ In two cases vLLM 0.32 and 0.33 have hashed blocks that are not computed:
 In a third case vLLM stores a chunk of several blocks from which the sliding window has removed some blocks:
 
 3. vLLM stores a chunk if its last block exists. Blocks that left the window, or that a request did not need after a hit
-   on the GPU, are skipped. Their part of the row keeps the bytes of an earlier chunk, and a shorter prompt loads them.
+   on the GPU, are skipped. In CPU memory, the places of these blocks still hold an earlier chunk, and a shorter prompt
+loads them.
 
 A request that hits one of these blocks or chunks would compute wrong tokens. This module replaces private methods of
 vLLM, because vLLM's offloading interfaces do not report how many tokens are computed.
