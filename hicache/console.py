@@ -34,6 +34,7 @@ _NAME_COLUMNS = 20  # minimum width of the first column on a narrow terminal
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
 _MAX_SHOWN = 80
+_MIN_PLAIN_BYTES = 1 << 20  # a smaller size of a tier lacks its unit, because no tier is so small
 _BINARY = ("KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ("", "k", "M", "G", "T")
 
@@ -54,6 +55,15 @@ def parse_bytes(text: str) -> int:
     if (binary and not letter) or (not letter and exact.denominator != 1):
         raise _not_a_size(text)
     return math.floor(exact)
+
+
+def parse_tier_bytes(text: str) -> int:
+    """Return `parse_bytes(text)` for the size of a tier. Refuses a small number without a unit, such as 64, except
+    0."""
+    num_bytes = parse_bytes(text)
+    if text.strip()[-1].isdigit() and 0 < num_bytes < _MIN_PLAIN_BYTES:
+        raise ConfigError(f"{num_bytes} means {num_bytes} bytes; add a unit, like {num_bytes}GB")
+    return num_bytes
 
 
 def _not_a_size(text: str) -> ConfigError:

@@ -21,6 +21,7 @@ from hicache.build.store_tiers import build_stores, given_stores
 from hicache.build.validation import device_named
 from hicache.config import EngineConfig, default_write_policy
 from hicache.config.environment import kernel_choice
+from hicache.console import sized
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -266,6 +267,13 @@ def _links(
             for name, packer in packers.items()
         }
         shares = host_shares(config, page_bytes, config.host_states if MAMBA in spaces else None)
+        if any(shares[name] < 2 * num_bytes for name, num_bytes in page_bytes.items()):
+            least = shares.get(MAMBA, 0) + sum(2 * page_bytes[name] for name in page_bytes if name != MAMBA)
+            assert isinstance(config.host_bytes, int), "the configuration is resolved"
+            raise ConfigError(
+                f"host_bytes={sized(config.host_bytes)} is too little for two host pages of {config.host_page_size} "
+                f"tokens; raise host_bytes to at least {sized(least)}"
+            )
         for name, space in spaces.items():
             hosts[name] = HostPagePool(
                 space.layout,

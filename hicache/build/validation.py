@@ -15,20 +15,23 @@ from hicache.console import require_writable
 from hicache.device.memory import allocation_region, custom_pool_region
 from hicache.errors import ConfigError
 from hicache.flow.write_policy import make_write_policy
+from hicache.host.memory import require
 from hicache.kv_events.sinks import ZmqSink, path_in
 from hicache.pages.order import rank_policy
 from hicache.storage.urls import opener_of
 
 
 def require_usable(config: EngineConfig) -> None:
-    """Raise if no engine can be built from `config`, whatever its model: `ConfigError`, or `StoreError` for a store
-    that has no client."""
+    """Raise if no engine can be built from `config`, whatever its model: `ConfigError`, `OutOfMemory` for a host tier
+    that exceeds the free memory, or `StoreError` for a store that has no client."""
     with allocation_region(config.enable_memory_saver), custom_pool_region(device_named(config.device)):
         pass  # entering the regions raises if their packages are not installed
     rank_policy(config.eviction_policy)
     rank_policy(config.host_order, "host_eviction_policy")
     if config.write_policy != "auto":
         make_write_policy(config)
+    if isinstance(config.host_bytes, int) and config.host_bytes:
+        require(config.host_bytes, "host_bytes")
     for variable in VARIABLES:
         variable.read()
     for store in (config.disk, config.remote):

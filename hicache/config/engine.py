@@ -142,6 +142,7 @@ class EngineConfig:
         Size(
             "CPU memory of the host tier, like 8GiB; free: seven eighths of the free memory; 0: no host tier",
             keyword="free",
+            is_tier=True,
             computed_from="the smallest of twice the device tier, half of the available memory and, on CUDA, 32 GiB",
         ),
     ] = "auto"

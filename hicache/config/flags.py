@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from hicache.config.settings import Setting, as_mapping, settings_of
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, OutOfMemory
 
 
 class Layer(NamedTuple):
@@ -40,13 +40,13 @@ def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any]
 
 @contextlib.contextmanager
 def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
-    """Within the `with` block, let a `ConfigError` about a setting given by a flag name the flag: `--page-size 48`
-    instead of `page_size=48`, and `raise --device-tokens` instead of `raise device_tokens`. `sources`: as returned by
-    `combine`.
+    """Within the `with` block, let a `ConfigError` or `OutOfMemory` about a setting given by a flag name the flag:
+    `--page-size 48` instead of `page_size=48`, and `raise --device-tokens` instead of `raise device_tokens`. `sources`:
+    as returned by `combine`.
     """
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, OutOfMemory) as error:
         message = str(error)
         for name, source in sources.items():
             if source.startswith("flag "):
@@ -54,7 +54,7 @@ def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
                 message = re.sub(rf"\b{name.replace('.', ' ')}=", f"{flag} ", message)
                 if "_" in name:  # names without an underscore are also words of a message
                     message = re.sub(rf"(?<![\w-]){name.replace('.', ' ')}\b", flag, message)
-        raise ConfigError(message) from error
+        raise type(error)(message) from error
 
 
 def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None:

@@ -22,7 +22,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from hicache.console import parse_bytes, path_text, sized
+from hicache.console import parse_bytes, parse_tier_bytes, path_text, sized
 from hicache.errors import ConfigError
 
 SOCKET = "unix:"  # prefix of a socket's path in settings that otherwise name a directory
@@ -132,11 +132,13 @@ class Integer(Setting):
 class Size(Integer):
     """Bytes: an integer, or text such as 512MiB, 2GB or 1.5k; decimal units (KB) and binary units (KiB, or K alone).
     `keyword`: a word that is accepted instead of a number and kept unchanged; empty: no word. `needs_unit`: text
-    without a unit is refused unless it is 0."""
+    without a unit is refused unless it is 0. `is_tier`: size of a tier; a small number without a unit is refused unless
+    it is 0."""
 
     unit: str = field(default="bytes", kw_only=True)
     keyword: str = field(default="", kw_only=True)
     needs_unit: bool = field(default=False, kw_only=True)
+    is_tier: bool = field(default=False, kw_only=True)
 
     def text(self, value: object) -> str:
         if isinstance(value, int) and not self.is_auto(value):
@@ -155,7 +157,9 @@ class Size(Integer):
         return sized(value).partition(" (")[0]
 
     def _number(self, given: object) -> int:
-        return parse_bytes(given) if isinstance(given, str) else super()._number(given)
+        if not isinstance(given, str):
+            return super()._number(given)
+        return parse_tier_bytes(given) if self.is_tier else parse_bytes(given)
 
 
 @dataclass(frozen=True)

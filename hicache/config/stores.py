@@ -60,7 +60,7 @@ class DiskConfig:
         FilePath("directory that has one store for each model", may_be_empty=False, may_be_socket=True),
     ]
     budget_bytes: Annotated[
-        int, Size("maximum size of all files under disk.path, like 100GB", 1 << 20, MAX_STORE_BYTES)
+        int, Size("maximum size of all files under disk.path, like 100GB", 1 << 20, MAX_STORE_BYTES, is_tier=True)
     ] = 8 << 30
     write_budget: Annotated[
         int | Auto,

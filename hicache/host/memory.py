@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hicache.console import rounded
 from hicache.errors import OutOfMemory
 from hicache.host.cgroups import CGROUP, PROC, groups, number
 
@@ -57,8 +58,8 @@ def require(asked_bytes: int, setting: str, available: int | None = None) -> Non
         return
     if asked_bytes + RESERVE_BYTES > free:
         raise OutOfMemory(
-            f"{setting}={asked_bytes} does not fit: {free} bytes are free, {RESERVE_BYTES} stay in reserve; "
-            f"lower {setting} to at most {max(0, free - RESERVE_BYTES)}"
+            f"{setting}={rounded(asked_bytes)} does not fit: {rounded(free)} are free, {rounded(RESERVE_BYTES)} stay "
+            f"in reserve; lower {setting} to at most {max(0, free - RESERVE_BYTES) >> 20}MiB"
         )
 
 
@@ -69,8 +70,8 @@ def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
     found = available - max(RESERVE_BYTES, available // _FREE_RESERVE)
     if found < minimum:
         raise OutOfMemory(
-            f"{setting}=free finds too little: {available} bytes are free, {RESERVE_BYTES} stay in reserve, and "
-            f"{minimum} are needed; free memory, or set {setting} to a size"
+            f"{setting}=free finds too little: {rounded(available)} are free, {rounded(RESERVE_BYTES)} stay in "
+            f"reserve, and {rounded(minimum)} are needed; free memory, or set {setting} to a size"
         )
     return found
 

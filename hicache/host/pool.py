@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache.console import rounded, sized
 from hicache.errors import ConfigError, DoubleFree, InvariantError
 from hicache.host.arena import PinnedArena
 from hicache.layout import PoolLayout
@@ -58,9 +59,9 @@ class HostPagePool:
         self.num_pages = host_bytes // self.page_bytes - 1
         if self.num_pages < 1:
             raise ConfigError(
-                f"{setting}={host_bytes} is less than a page of {page_tokens} tokens of "
-                f"{self.page_bytes} bytes and a page for padding; "
-                f"raise {setting} to at least {2 * self.page_bytes}"
+                f"{setting}={rounded(host_bytes)} is less than a page of {page_tokens} tokens of "
+                f"{rounded(self.page_bytes)} and a page for padding; "
+                f"raise {setting} to at least {sized(2 * self.page_bytes)}"
             )
         rows = self.num_pages + 1
         self.arena = PinnedArena(rows, self.page_bytes, pin=pin, setting=setting, device=device, shared=shared)

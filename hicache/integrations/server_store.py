@@ -78,7 +78,9 @@ class ServerStoreConfig:
             may_be_socket=True,
         ),
     ] = ""
-    budget: Annotated[int, Size("maximum size of the stores' files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
+    budget: Annotated[
+        int, Size("maximum size of the stores' files, like 100GB", 1 << 20, MAX_STORE_BYTES, is_tier=True)
+    ] = 8 << 30
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""

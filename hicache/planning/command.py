@@ -26,7 +26,7 @@ from hicache.replay.simulation import ReplayResult, ReplaySettings, one_tier, re
 from hicache.replay.trace import Trace
 
 _ENGINE = settings_of(EngineConfig)
-_SIZE, _POSITIVE = as_flag(Size("a size like 64GiB")), as_flag(Size("a size like 64GiB", 1))
+_SIZE, _POSITIVE = (as_flag(Size("a size like 64GiB", minimum, is_tier=True)) for minimum in (0, 1))
 _RATE = as_flag(Size("bytes per second like 50GB", 1))
 _COUNT = as_flag(Integer("a count", 1, 1024))
 

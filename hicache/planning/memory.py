@@ -25,7 +25,7 @@ from hicache.build.sizing import (
     row_bytes,
 )
 from hicache.config import DiskConfig, EngineConfig, default_write_policy
-from hicache.console import gib
+from hicache.console import flag_size, gib, rounded
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
@@ -161,7 +161,9 @@ def _plan(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan | N
         max(needed, left - int(left * CUDA_SHARE)) if request.workspace_bytes is None else request.workspace_bytes
     )
     if workspace < needed:
-        raise ConfigError(f"--workspace {workspace}: staging and the request table take {needed} bytes; give more")
+        raise ConfigError(
+            f"--workspace {flag_size(workspace)}: staging and the request table take {rounded(needed)}; give more"
+        )
     sized = dataclasses.replace(start, dtype=_dtype(model.geometry, start))
     num_tokens = largest_device_tokens(sized, geometry, left - workspace)
     if not num_tokens:
@@ -228,8 +230,8 @@ def _tier(
     num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # one host page is for padding
     if num_pages < 1:
         raise ConfigError(
-            f"--{'host-memory' if name == 'host' else name} {num_bytes}: too little for a page of "
-            f"{sum(page_bytes.values())} bytes over all GPUs; give more, or 0 for no such tier"
+            f"--{'host-memory' if name == 'host' else name} {flag_size(num_bytes)}: too little for a page of "
+            f"{rounded(sum(page_bytes.values()))} over all GPUs; give more, or 0 for no such tier"
         )
     return Tier(name, num_bytes, num_pages * page, states or 0)
 

@@ -362,7 +362,7 @@ def _basis(flags: argparse.Namespace) -> EngineConfig:
     """Return the settings with placeholders for sizes that depend on the workload. Used to raise for invalid settings
     before the model is loaded."""
     disk = {"disk": {"path": tempfile.gettempdir()}} if _has_disk_settings(flags) else {}
-    return _config(flags, device_tokens=1 << 20, host_bytes=1 << 30, device="cpu", model_id="not loaded yet", **disk)
+    return _config(flags, device_tokens=1 << 20, host_bytes=1 << 20, device="cpu", model_id="not loaded yet", **disk)
 
 
 def _config(flags: argparse.Namespace, **defaults: object) -> EngineConfig:

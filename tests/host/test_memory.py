@@ -106,11 +106,11 @@ def test_cached_files_count_as_free(tmp_path: Path) -> None:
 
 def test_sizes_fit_up_to_the_last_byte() -> None:
     """Requested bytes are accepted up to the last byte that fits. Beyond that an error names the setting and the
-    largest value that fits."""
+    largest value that fits, in complete MiB."""
     require(5 * GIB, "l2_bytes", 5 * GIB + RESERVE_BYTES)
-    with pytest.raises(OutOfMemory, match=f"host_bytes to at most {5 * GIB - 1}$"):
+    with pytest.raises(OutOfMemory, match=r"^host_bytes=5.0 GiB does not fit: .* host_bytes to at most 5119MiB$"):
         require(5 * GIB, "host_bytes", 5 * GIB + RESERVE_BYTES - 1)
-    with pytest.raises(OutOfMemory, match="l2_bytes to at most 0"):
+    with pytest.raises(OutOfMemory, match="l2_bytes to at most 0MiB"):
         require(1, "l2_bytes", 0)
 
 

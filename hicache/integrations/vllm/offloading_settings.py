@@ -46,6 +46,7 @@ class OffloadingSettings:
             "total CPU memory of all workers, like 64GB; free: seven eighths of the free memory",
             _MIN_BYTES,
             keyword="free",
+            is_tier=True,
         ),
     ]
     disk: ServerStoreConfig | None = None

@@ -24,6 +24,7 @@ from hicache.build.factory import build_engine
 from hicache.build.validation import device_named
 from hicache.config import EngineConfig
 from hicache.config.environment import api_keys
+from hicache.config.flags import naming_flags
 from hicache.config.settings import SOCKET
 from hicache.console import announce
 from hicache.engine import CacheEngine
@@ -110,7 +111,9 @@ def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
         loaded = _loaded(flags, choice, basis)
         geometry = check_supported(loaded.model, flags.attention)
         config = engine_config(flags, loaded, geometry, basis)
-        engine, length = build_engine(config, geometry), max_len(config, loaded)
+        with naming_flags(EngineConfig.sources_of(flags)):
+            engine = build_engine(config, geometry)
+        length = max_len(config, loaded)
         load_tokenizer = ByteTokenizer if choice.path is None else partial(local_tokenizer, choice.path)
         with _recording(flags.record, engine) as recorder:
             yield ServerContext(loaded, geometry, engine, length, names, keys, recorder, load_tokenizer, listener)
