@@ -191,6 +191,10 @@ class _HelpFormatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """Reports wrong flags in one line, with the flag that was probably meant and the command that lists all flags."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._negative_number_matcher = re.compile(r"-\d")  # so that -5GB is a value, like -5
+
     def error(self, message: str) -> NoReturn:
         help = "--help-all" if "--help-all" in self._option_string_actions else "--help"
         if (choice := _CHOICE.fullmatch(message)) is not None:

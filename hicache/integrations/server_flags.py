@@ -6,16 +6,20 @@ Imports nothing of a server: the commands also run on another machine than the s
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
-from hicache.config.settings import SOCKET
+from hicache.config.settings import SOCKET, as_flag, settings_of
 from hicache.console import parse_bytes, rounded, say
 from hicache.errors import ConfigError
+from hicache.integrations.server_store import ServerStoreConfig
 
 STORE_PROCESS = "200 MB for the store process"  # without memory that it shares with the server
-_MIN_PLAIN_BYTES = 1 << 20  # a smaller number lacks its unit, because no tier is so small
+_PAGE_BYTES = 8 << 20  # 64 tokens of Llama 3.1 8B in bfloat16
+_take_budget = as_flag(settings_of(ServerStoreConfig)["budget"])
 _FORM = "an absolute path, a colon and the size of all its stores, like /nvme:500GB"
 _SOCKET_FORM = "or unix:SOCKET of `hicache store serve`"
 
@@ -49,29 +53,40 @@ def disk_settings(flags: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def note_disk(disk: dict[str, Any]) -> None:
-    """Print a note if this machine lacks the key file, or if the budget exceeds the free space of the disk on this
-    machine. A directory that does not exist yet is on the disk of its closest parent that exists."""
+    """Print a note for each of these faults on this machine. There is no key file. Nothing serves at the socket. The
+    budget is less than a page of common models. The directory does not exist and would be on the root disk. The budget
+    exceeds the free space. A directory that does not exist yet is on the disk of its closest parent that exists."""
     if "key_file" in disk and not Path(disk["key_file"]).exists():
         note(f"the key file {disk['key_file']} is not on this machine; the server's start needs it")
     if "budget" not in disk:
-        return  # a served directory, which may be on another machine
-    folder = next(parent for parent in (Path(disk["path"]), *Path(disk["path"]).parents) if parent.exists())
+        served = disk["path"].removeprefix(SOCKET)
+        if not _is_served(served):
+            note(f"nothing serves a store at {served} on this machine; start `hicache store serve` before the server")
+        return
+    path, budget = Path(disk["path"]), parse_bytes(disk["budget"])
+    if budget < _PAGE_BYTES:
+        note(
+            f"a budget of {disk['budget']} is less than a page of common models: 64 tokens of an 8B model take "
+            f"{rounded(_PAGE_BYTES)}"
+        )
+    folder = next(parent for parent in (path, *path.parents) if parent.exists())
     free = shutil.disk_usage(folder).free
-    if parse_bytes(disk["budget"]) > free:
-        note(f"{folder} of this machine has {rounded(free)} free, less than the budget of {disk['budget']}")
+    space = f"{folder} of this machine has {rounded(free)} free"
+    space += f", less than the budget of {disk['budget']}" if budget > free else ""
+    if folder != path and os.stat(folder).st_dev == os.stat("/").st_dev:
+        note(f"{path} does not exist on this machine: without a mount there, pages fill the root disk; {space}")
+    elif budget > free:
+        note(space)
 
 
-def size(text: str) -> str:
-    """Return the text of a size with its unit, for argparse. Refuses a small number without a unit, such as 64."""
-    try:
-        num_bytes = parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if num_bytes == 0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0, like 64GB")
-    if text.isdecimal() and num_bytes < _MIN_PLAIN_BYTES:
-        raise argparse.ArgumentTypeError(f"{text} means {text} bytes; add a unit, like {text}GB")
-    return text
+def _is_served(path: str) -> bool:
+    """Return whether a process listens at the Unix socket `path`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
 
 
 def note(text: str) -> None:
@@ -85,4 +100,5 @@ def _disk(text: str) -> tuple[str, str]:
     path, _, budget = text.rpartition(":")
     if not path.startswith("/"):
         raise argparse.ArgumentTypeError(f"{text!a} is not {_FORM}, {_SOCKET_FORM}")
-    return path, size(budget)
+    _take_budget(budget)
+    return path, budget

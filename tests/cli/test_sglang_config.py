@@ -24,6 +24,8 @@ def test_the_backend_accepts_what_is_printed(
     status, out, err = outcome(capsys, "sglang-config", "--disk", disk, "--salt", "t")
     assert status == 0 and out.count("\n") == 1
     assert "hicache: note: memory" in err and ("store process" in err) == disk.startswith("/")
+    assert ("nothing serves a store at /run/pages.sock" in err) == disk.startswith("unix:")
+    assert ("/nvme/a:b does not exist on this machine" in err) == disk.startswith("/")
     given = json.loads(out)
     assert given["module_path"] == "hicache.integrations.sglang.storage" and given["class_name"] == "HiCacheDisk"
     config = server_store_config({key: value for key, value in given.items() if key not in LOADER_KEYS}, "")
@@ -35,7 +37,7 @@ def test_the_backend_accepts_what_is_printed(
     [
         ([], "--disk"),
         (["--disk", "/nvme"], "like /nvme:500GB"),
-        (["--disk", "/nvme:1KB"], "budget"),
+        (["--disk", "/nvme:1KB"], "--disk '1KB' is below the minimum of 1.0 MiB"),
         (["--disk", "unix:pages.sock"], "unix:SOCKET"),
         (["--disk", "/nvme:1GB", "--cpu", "1GB"], "--cpu"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,34 @@ def test_notes_say_the_memory_and_what_small_chunks_cost(capsys: pytest.CaptureF
 
     (memory,) = notes("--chunk-blocks", "1")
     assert "1.0 MiB" in memory and "/dev/shm" in memory and "store process" not in memory
-    memory, chunks = notes("--disk", "/nvme:2MB")
+    memory, chunks = notes("--disk", "/:64MB")
     assert "store process" in memory and "a quarter as many chunks" in chunks
+    _, packing = notes("--chunk-blocks", "3")
+    assert "chunks of 3 blocks are not packed" in packing and "choose 1, 2, 4 or 8" in packing
+    _, hits = notes("--chunk-blocks", "4", "--plugin", "spec")
+    assert "adds no hits unless it is larger than the GPU cache" in hits
+
+
+def test_a_disk_that_this_machine_lacks_is_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A directory that is missing below the root disk, which a forgotten mount would cause, a budget of less than a
+    page, and a socket at which nothing listens have a note."""
+
+    def notes(disk: str) -> list[str]:
+        status, out, err = outcome(capsys, "vllm-config", "--cpu", "1MiB", "--chunk-blocks", "1", "--disk", disk)
+        assert status == 0 and json.loads(out)
+        return err.splitlines()[1:]
+
+    (missing,) = notes("/none-of-this-name:64MB")
+    assert "/none-of-this-name does not exist on this machine" in missing and "/ of this machine has " in missing
+    (small,) = notes("/:5MB")
+    assert "a budget of 5MB is less than a page of common models" in small
+    path = tmp_path / "s"
+    (unserved,) = notes(f"unix:{path}")
+    assert f"nothing serves a store at {path} on this machine" in unserved
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as served:
+        served.bind(str(path))
+        served.listen()
+        assert notes(f"unix:{path}") == []
 
 
 def test_the_socket_of_a_served_directory_is_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,15 +118,17 @@ def test_the_socket_of_a_served_directory_is_a_disk(capsys: pytest.CaptureFixtur
     [
         ([], "--cpu"),
         (["--cpu", "lots"], "'lots' is not a size"),
-        (["--cpu", "1KB"], "cpu_bytes_to_use"),
+        (["--cpu", "1KB"], "--cpu '1KB' is below the minimum of 4.0 KiB"),
+        (["--cpu", "-5GB"], "--cpu '-5GB' is below the minimum of 4.0 KiB"),
         (["--cpu", "64"], "--cpu 64 means 64 bytes; add a unit, like 64GB"),
-        (["--cpu", "0"], "--cpu 0 must be above 0, like 64GB"),
-        (["--cpu", "0GB"], "--cpu 0GB must be above 0, like 64GB"),
+        (["--cpu", "0"], "--cpu '0' is below the minimum of 4.0 KiB (total CPU memory of all workers, like 64GB;"),
+        (["--cpu", "0GB"], "--cpu '0GB' is below the minimum"),
         (["--cpu", "1GB", "--disk", "/nvme:500"], "--disk 500 means 500 bytes; add a unit"),
         (["--cpu", "1GB", "--disk", "/nvme"], "like /nvme:500GB"),
         (["--cpu", "1GB", "--disk", "nvme:500GB"], "like /nvme:500GB"),
         (["--cpu", "1GB", "--disk", "/nvme:big"], "'big' is not a size"),
-        (["--cpu", "1GB", "--disk", "/nvme:1KB"], "budget"),
+        (["--cpu", "1GB", "--disk", "/nvme:1KB"], "--disk '1KB' is below the minimum of 1.0 MiB"),
+        (["--cpu", "1GB", "--disk", "/nvme:4000TB"], "--disk '4000TB' is above the maximum of 64.0 TiB"),
         (["--cpu", "1GB", "--salt", "t"], "--salt applies to the disk"),
         (["--cpu", "1GB", "--key-file", "/key"], "--key-file applies to the disk"),
         (["--cpu", "1GB", "--always-load"], "--always-load applies to the disk"),

@@ -10,7 +10,7 @@ import argparse
 import json
 from typing import Any
 
-from hicache.config.settings import Integer, as_flag
+from hicache.config.settings import Integer, as_flag, settings_of
 from hicache.console import parse_bytes, rounded
 from hicache.host.memory import available_bytes, free_bytes
 from hicache.integrations.server_flags import (
@@ -19,12 +19,12 @@ from hicache.integrations.server_flags import (
     disk_settings,
     note,
     note_disk,
-    size,
 )
-from hicache.integrations.vllm.offloading_settings import offloading_settings
+from hicache.integrations.vllm.offloading_settings import OffloadingSettings, offloading_settings
 from hicache.integrations.vllm.region_files import shared_bytes
 
 _PLUGINS = "hicache.integrations.vllm"
+_take_cpu = as_flag(settings_of(OffloadingSettings)["cpu_bytes_to_use"])
 _CONNECTORS: dict[
     str, tuple[dict[str, str], dict[str, str]]
 ] = {  # by --plugin: keys of the connector, keys of its extra config
@@ -39,7 +39,7 @@ _CONNECTORS: dict[
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache vllm-config`."""
     parser.add_argument(
-        "--cpu", required=True, type=lambda text: text if text == "free" else size(text), metavar="SIZE",
+        "--cpu", required=True, type=_cpu, metavar="SIZE",
         help="CPU memory of all workers, like 64GB; free: seven eighths of the free memory",
     )  # fmt: skip
     add_disk_flags(parser, "vLLM", is_required=False)
@@ -50,7 +50,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--plugin", choices=[*_CONNECTORS], default="connector",
-        help="connector (default): HiCacheConnector; spec: HiCacheOffloadingSpec, with vLLM's order of stores",
+        help="connector (default): HiCacheConnector; spec: HiCacheOffloadingSpec, which stores chunks when they are "
+        "computed",
     )  # fmt: skip
 
 
@@ -68,6 +69,16 @@ def run(flags: argparse.Namespace) -> int:
             "sliding-window layers. If all layers have full attention and blocks have 16 tokens, add --chunk-blocks 4: "
             "vLLM then copies, looks up, reads and writes a quarter as many chunks"
         )
+    elif flags.chunk_blocks & (flags.chunk_blocks - 1):
+        note(
+            f"chunks of {flags.chunk_blocks} blocks are not packed, because the tokens of a chunk must be a power of "
+            "two: choose 1, 2, 4 or 8"
+        )
+    if flags.plugin == "spec":
+        note(
+            "HiCacheOffloadingSpec stores chunks when they are computed: the CPU tier adds no hits unless it is larger "
+            "than the GPU cache, which vLLM logs as `GPU KV cache size`"
+        )
     exceeds_memory = num_bytes > free
     if exceeds_memory:
         note(
@@ -84,6 +95,11 @@ def run(flags: argparse.Namespace) -> int:
             "container)"
         )
     return 0
+
+
+def _cpu(text: str) -> str:
+    _take_cpu(text)
+    return text
 
 
 def transfer_config(
