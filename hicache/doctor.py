@@ -197,7 +197,7 @@ def _disk(given: Path | None) -> Iterator[Finding]:
             "the directory of temporary files was measured; give the one that will have the pages: --disk-path DIR"
         )
     elif folder != asked:
-        elsewhere = f"{asked} is missing: create it on the drive that will have the pages, and run this again"
+        elsewhere = "missing; create it on the drive that will have the pages, and run this again"
     memory = "" if rate.is_direct else " (a file system in memory, or without O_DIRECT)"
     where = "" if folder == asked else f", measured in {folder}"
     yield Finding(
