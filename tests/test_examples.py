@@ -7,6 +7,7 @@ import http.server
 import json
 import re
 import runpy
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -70,6 +71,30 @@ def test_the_check_of_a_server_counts_cached_tokens(
     assert lines == ["1000 prompt tokens, cached: None", "1000 prompt tokens, cached: 900"]
     page = (ROOT / "docs/integrations/vllm_ten_minutes.md").read_text()
     assert "python examples/vllm/check.py http://127.0.0.1:8000 LICENSE" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: check.py URL FILE"),
+        (["http://127.0.0.1:9", "/none"], "usage: check.py URL FILE"),
+        (["http://127.0.0.1:{port}", __file__], "no server answers at http://127.0.0.1:{port}: "),
+    ],
+)
+def test_the_check_without_a_server_is_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without arguments, without the file or without a server, the check prints one line and ends with status 2."""
+    script = EXAMPLES / "vllm/check.py"
+    with socket.socket() as unused:  # bound, and not listening
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", [str(script), *(argument.format(port=port) for argument in arguments)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(message.format(port=port))
 
 
 def test_requests_in_a_queue_are_prefetched(capsys: pytest.CaptureFixture[str]) -> None:
