@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import json
 import shlex
@@ -16,6 +17,7 @@ from typing import Any
 from hicache.config import EngineConfig
 from hicache.config.settings import Integer, Number, Size, Tokens, as_flag, settings_of
 from hicache.console import flag_size, path_flag, progress, rounded
+from hicache.errors import ConfigError
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.memory import DEPLOYMENTS, MemoryPlan, PlanRequest, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
@@ -271,8 +273,16 @@ def _deployments(memory: MemoryPlan) -> list[dict[str, Any]]:
 
 def _model(flags: argparse.Namespace) -> PlannedModel:
     """Return the model that `--model` names: a preset, or the model of a configuration. Only reading a configuration
-    needs transformers."""
-    if flags.model in PRESETS and not Path(flags.model).exists():
+    needs transformers. Raises ConfigError with the most similar preset if `--model` names neither."""
+    is_path = Path(flags.model).exists()
+    if not is_path and flags.model not in PRESETS:
+        similar = difflib.get_close_matches(Path(flags.model).name.lower(), PRESETS, 1)
+        guess = f" (did you mean {similar[0]}?)" if similar else ""
+        raise ConfigError(
+            f"model {flags.model}: no such file and no preset{guess}; give a transformers config.json, a folder with "
+            f"one, or one of {', '.join(PRESETS)}; names of the Hugging Face hub are not accepted"
+        )
+    if not is_path:
         known = PRESETS[flags.model]
         return dataclasses.replace(known, weight_bytes=flags.weight_bytes or known.weight_bytes)
     read: PlannedModel = importlib.import_module("hicache.planning.model").read_model(flags.model, flags.weight_bytes)

@@ -34,7 +34,11 @@ def show(plan: Mapping[str, Any], deployment: str | None = None) -> None:
         (tier["name"], gib(tier["num_bytes"]), counted(tier["num_tokens"]), f"{tier['num_states'] or ''}")
         for tier in plan["tiers"]
     ]
-    print_table(("tier", "GiB", "tokens", "states"), tiers, title="tiers")
+    of_serve = (
+        "the device tier is the GPU cache of hicache serve; vLLM logs the tokens of its own as `GPU KV cache size`"
+    )
+    notes = [] if deployment in (None, "serve") else [of_serve]
+    print_table(("tier", "GiB", "tokens", "states"), tiers, title="tiers", notes=notes)
     _show_deployments(plan, deployment)
     _show_times(plan)
     if plan["hit_rates"]:
@@ -43,14 +47,14 @@ def show(plan: Mapping[str, Any], deployment: str | None = None) -> None:
             for row in plan["hit_rates"]
         ]
         print_table(("tiers", "tokens", "hit rate"), hits, title="hit rate of the trace")
+    for note in plan["notes"]:
+        print(f"note: {note}")
     if plan["serve"]:
         print("start with", f"  {printable(plan['serve'])}", sep="\n")
     elif deployment in (None, "serve"):
         settings = " ".join(f"{setting}={value}" for setting, value in plan["engine"].items())
         other = f"hicache serve uses one GPU. For each of {gpus} processes of another server:"
         print(other, f"  {printable(settings)}", sep="\n")
-    for note in plan["notes"]:
-        print(f"note: {note}")
 
 
 def _show_deployments(plan: Mapping[str, Any], deployment: str | None) -> None:

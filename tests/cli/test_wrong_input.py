@@ -147,7 +147,12 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--calibration '{tmp}/no rates.json'", "no rates.json"),
     ],
     "replay": [("{tmp}/none.jsonl", "none.jsonl"), ("{tmp}/cut.jsonl --json {tmp}/file", "line 2")],
-    "plan": [("--gpu h100", "MODEL"), ("nowhere --gpu h100", "nowhere")],
+    "plan": [
+        ("--gpu h100", "MODEL"),
+        ("nowhere --gpu h100", "nowhere: no such file and no preset; give a transformers"),
+        ("meta-llama/Llama-3.1-8B --gpu h200", "no preset (did you mean llama-3.1-8b?); give a "),
+        ("{tmp} --gpu h100", "config.json"),
+    ],
     PLAN: [
         ("--gpu h900", "--gpu"),
         ("--gpu 700MiB --weight-bytes 800MiB", "--gpus 2"),

@@ -162,6 +162,7 @@ def test_one_deployment(deployment: str, policy: str, tmp_path: Path, capsys: py
     shown = output(capsys, "plan", "--model", model, *flags)
     assert ("HiCacheConnector" in shown) is (deployment == "connector")
     assert ("write_policy=" in shown) is (deployment == "serve")
+    assert ("vLLM logs the tokens of its own as `GPU KV cache size`" in shown) is (deployment != "serve")
     if deployment != "serve":
         command = f"hicache vllm-config --plugin {deployment} --cpu 2MiB --chunk-blocks 4 --disk"
         assert plan["serve"] == f"{command} /PATH:8MiB" and f"  {command} /PATH:8MiB\n" in shown
@@ -173,7 +174,7 @@ def test_a_command_that_would_not_help_has_a_note(
     is_several: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If the CPU tier of `HiCacheOffloadingSpec` adds no tokens, a note gives a size that adds some, in place of the
-    command. For several GPUs, a note says that `HiCacheConnector` was measured on one."""
+    command. For several GPUs, a note before the command says that `HiCacheConnector` was measured on one."""
     model = saved(tmp_path / "model")
     flags = (*TINY, "--host-memory", "64KiB", "--gpus", str(1 + is_several), "--deployment")
     connector, spec = (planned(capsys, model, *flags, name) for name in ("connector", "spec"))
@@ -186,6 +187,8 @@ def test_a_command_that_would_not_help_has_a_note(
     again = planned(capsys, model, *TINY, "--host-memory", larger, "--gpus", flags[-2], "--deployment", "spec")
     assert again["serve"] and not again["notes"] and again["deployments"][3]["added_tokens"] > 0
     assert note in output(capsys, "plan", "--model", model, *flags, "spec")
+    before, _, after = output(capsys, "plan", "--model", model, *flags, "connector").partition("start with")
+    assert ("on one GPU only" in before) is is_several and after and "note" not in after
 
 
 def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
