@@ -26,6 +26,7 @@ import torch
 
 from hicache.build import packing
 from hicache.config import EngineConfig
+from hicache.console import rounded, sized
 from hicache.device.base import KVCache
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, free_bytes, require
@@ -157,11 +158,11 @@ def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available:
     if auto_bytes >= needed:
         log.info("host_bytes=auto: %d bytes for a device tier of %d, %d available", auto_bytes, device_bytes, available)
         return auto_bytes
-    reason = f"host_bytes=auto finds too little memory: {available} bytes are available, {_MEMORY_SHARE * needed} more "
-    reason += f"than the reserve of {RESERVE_BYTES} are needed"
+    reason = f"host_bytes=auto finds too little memory: {rounded(available)} are available, "
+    reason += f"{rounded(_MEMORY_SHARE * needed)} more than the reserve of {rounded(RESERVE_BYTES)} are needed"
     if config.disk is not None:
         raise OutOfMemory(
-            f"{reason}; the disk tier needs a host tier: free memory, or set host_bytes to at least {minimum}"
+            f"{reason}; the disk tier needs a host tier: free memory, or set host_bytes to at least {sized(minimum)}"
         )
     log.warning("there is no host tier: %s; free memory, or set host_bytes", reason)
     return 0

@@ -220,7 +220,8 @@ def converse(flags: argparse.Namespace, say: Say) -> Outcome:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
         config = _configure(flags, workload, Path(folder) / "store")
-        engine = stack.enter_context(build_engine(config, workload.geometry))
+        with naming_flags(EngineConfig.sources_of(flags)):
+            engine = stack.enter_context(build_engine(config, workload.geometry))
         plain = stack.enter_context(_without_cache(workload, config))
         host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
         _announce(workload, config, host_tokens, say)

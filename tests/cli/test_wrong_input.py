@@ -77,6 +77,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--document-tokens 400000", "--document-tokens"),
         ("--host-bytes 12Q", "12Q"),
         ("--host-bytes 64", "--host-bytes 64 means 64 bytes; add a unit, like 64GB"),
+        ("--host-bytes 900TB", "--host-bytes 818.5 TiB does not fit: "),
         ("--host-bytes 0 --disk-path {tmp}/new", "--host-bytes"),
         ("--page-size 48", "--page-size 48"),
         ("--host-page-size 0", "--host-page-size"),

@@ -13,6 +13,7 @@ from hicache.build.sizing import device_bytes, mamba_size, row_bytes, window_tok
 from hicache.build.validation import require_usable
 from hicache.config import EngineConfig
 from hicache.config.flags import naming_flags
+from hicache.console import rounded
 from hicache.errors import OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.layout import ModelGeometry
@@ -92,8 +93,9 @@ def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: i
     if not num_tokens:
         rows = row_bytes(geometry, config.torch_dtype)
         raise OutOfMemory(
-            f"{free} bytes are free on {config.device}, too few for a page of {config.cache_page_size} tokens of "
-            f"{rows.full + rows.window} bytes and {rows.state} bytes for each state of {config.max_requests} requests; "
+            f"{rounded(free)} are free on {config.device}, too little for a page of {config.cache_page_size} tokens of "
+            f"{rounded(rows.full + rows.window)} and {rounded(rows.state)} for each state of {config.max_requests} "
+            "requests; "
             "lower --max-running or choose a smaller model"
         )
     return num_tokens
