@@ -160,7 +160,7 @@ def test_check_finds_planted_faults() -> None:
 @pytest.mark.parametrize("setting", ["host_bytes", "l2_bytes"])
 def test_sizes_that_do_not_fit(setting: str) -> None:
     """Sizes below one page and above the machine's memory raise an error with the setting and a value that works."""
-    with pytest.raises(ConfigError, match=f"{setting} to at least {2 * PAGE_BYTES}"):
+    with pytest.raises(ConfigError, match=rf"{setting} to at least .*\({2 * PAGE_BYTES} bytes\)"):
         HostPagePool(LAYOUT, 8, PAGE_BYTES, pin=False, setting=setting)
     with pytest.raises(OutOfMemory, match=f"{setting} to at most"):
         HostPagePool(LAYOUT, 8, 1 << 50, pin=False, setting=setting)
