@@ -35,7 +35,8 @@ class Reading:
     def tiers(self) -> list[str]:
         """Return the tiers of the server. A remote tier exports no usage, so it is included only after its first
         hit."""
-        return [tier for tier in TIERS if f"used.{tier}" in self.figures or self.get(f"hit_tokens.{tier}")]
+        named = {label for group in ("used", "used_bytes") for _, label in self.group(group)}
+        return [tier for tier in TIERS if tier in named or self.get(f"hit_tokens.{tier}")]
 
     def hit_rate(self, tier: str) -> float | None:
         """Return the share of prompt tokens since the server's start that were hits in the tier; None before the first

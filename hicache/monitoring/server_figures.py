@@ -42,6 +42,8 @@ VLLM: Mapping[str, Series] = {
     "tokens.reused": Series("vllm:prompt_tokens_cached_total"),
     "tokens.computed": Series("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}),
     "tokens.generated": Series("vllm:generation_tokens_total"),
+    "used_bytes.host": Series("vllm:hicache_host_used_bytes"),
+    "total_bytes.host": Series("vllm:hicache_host_total_bytes"),
     "used.disk": Series("vllm:hicache_disk_file_bytes"),
     "total.disk": Series("vllm:hicache_disk_budget_bytes"),
     **{

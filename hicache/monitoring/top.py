@@ -143,13 +143,14 @@ def _faults(reading: Reading) -> RenderableType:
 def _tiers(reading: Reading, change: Change | None) -> Table:
     rows = []
     for tier in reading.tiers:
-        used, total = reading.get(f"used.{tier}"), reading.get(f"total.{tier}")
-        unit, after = ("B", "") if tier == "disk" else ("", " tokens")
+        kind = "_bytes" if f"used_bytes.{tier}" in reading.figures else ""
+        used, total = reading.get(f"used{kind}.{tier}"), reading.get(f"total{kind}.{tier}")
+        unit, after = ("B", "") if kind or tier == "disk" else ("", " tokens")
         # The tier has no total if it is a store object without a budget.
         bar = ProgressBar(total=total, completed=min(used, total), width=10, pulse=False) if total else ""
         now = None if change is None else change.hit_rate(tier)
         of = f"{scaled(total, unit)}{after}" if total else NONE
-        held = scaled(used, unit) if f"used.{tier}" in reading.figures else NONE
+        held = scaled(used, unit) if f"used{kind}.{tier}" in reading.figures else NONE
         saved = duration(reading.get(f"saved_s.{tier}")) if f"saved_s.{tier}" in reading.figures else NONE
         rows.append((tier, held, of, bar, percent(now), percent(reading.hit_rate(tier)), saved))
     return table(("tier", "used", "of", "", "hits now", "since start", "saved"), rows, framed=False)

@@ -38,6 +38,10 @@ def show(plan: Mapping[str, Any], deployment: str | None = None) -> None:
         "the device tier is the GPU cache of hicache serve; vLLM logs the tokens of its own as `GPU KV cache size`"
     )
     notes = [] if deployment in (None, "serve") else [of_serve]
+    all_gpus_bytes = memory["token_bytes"] * plan["machine"]["num_gpus"]
+    packed = [tier["name"] for tier in plan["tiers"][1:] if tier["num_tokens"] * all_gpus_bytes > tier["num_bytes"]]
+    if packed and not memory["window_token_bytes"]:
+        notes.append(f"pages of {' and '.join(packed)} are packed: a token has fewer bytes there")
     print_table(("tier", "GiB", "tokens", "states"), tiers, title="tiers", notes=notes)
     _show_deployments(plan, deployment)
     _show_times(plan)
@@ -93,6 +97,8 @@ def _show_times(plan: Mapping[str, Any]) -> None:
         for tier, tokens in plan["break_even_tokens"].items():
             if tier in {t["name"] for t in plan["tiers"]}:
                 verdict = "for no length" if tokens is None else f"from {counted(tokens)} tokens on"
-                notes.append(f"loading from the {tier} is not slower than computing {verdict}")
+                rate = plan["machine"]["disk_bytes_per_s"] / 1e9
+                where = f"a disk of {rate:g} GB/s (--disk-rate)" if tier == "disk" else f"the {tier}"
+                notes.append(f"loading from {where} is not slower than computing {verdict}")
     headings = ("tokens", "GiB", "compute ms", "from host ms", "from disk ms")
     print_table(headings, rows, title="time of a prefix", notes=notes)

@@ -71,6 +71,8 @@ vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 400.0
 vllm:generation_tokens_total{engine="0"} 16.0
 vllm:kv_offload_load_bytes_total{engine="0"} 2e+09
 vllm:kv_offload_load_time_total{engine="0"} 0.5
+vllm:hicache_host_used_bytes{engine="0"} 3e+09
+vllm:hicache_host_total_bytes{engine="0"} 6e+09
 vllm:hicache_disk_file_bytes{store="/nvme/x"} 1e+09
 vllm:hicache_disk_budget_bytes{store="/nvme/x"} 4e+09
 vllm:hicache_missed_tokens_total{reason="evicted"} 700.0
@@ -143,7 +145,11 @@ def test_a_vllm_with_hicache_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "running 5   waiting 1" in shown and "corrupt pages 1" in shown and "4.0 GB/s" in shown
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert lines["host"][-2:] == ["40.0%", "-"] and lines["disk"][1:3] == ["1.0", "GB"]
+    assert (
+        lines["host"][1:5] == ["3.0", "GB", "6.0", "GB"]
+        and lines["host"][-2:] == ["40.0%", "-"]
+        and lines["disk"][1:3] == ["1.0", "GB"]
+    )
     assert "evicted" in shown and "computed instead" in shown and "700" in shown
 
 

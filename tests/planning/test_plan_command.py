@@ -202,6 +202,17 @@ def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest
     assert f"device_tokens={plan['engine']['device_tokens']}" in out
 
 
+@pytest.mark.parametrize("gpus", ["1", "8"])
+def test_what_a_plan_assumes_is_shown(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate of the disk, and packed pages, in which a token has fewer bytes than on the GPUs."""
+    flags = ("llama-3.1-8b", "--gpu", "h100", "--gpus", gpus, "--disk", "500GB", "--disk-rate", "2GB")
+    plan, shown = planned(capsys, *flags), output(capsys, "plan", *flags)
+    token_bytes = plan["memory"]["token_bytes"] * int(gpus)
+    assert all(tier["num_tokens"] * token_bytes > tier["num_bytes"] for tier in plan["tiers"][1:])
+    assert "pages of host and disk are packed" in shown
+    assert "loading from a disk of 2 GB/s (--disk-rate) is not slower" in shown
+
+
 def test_the_page_shows_lines_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The lines of the first example on the page are lines of the plan, in this order."""
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()

@@ -94,6 +94,10 @@ class EvictsGpuCopies(Protocol):
         """Return the status of a chunk that the CPU tier has or is storing; None for any other chunk."""
         ...
 
+    def num_chunks(self) -> int:
+        """Return the number of chunks that the CPU tier has or is storing."""
+        ...
+
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
         """Return the number of rows that are free, or whose chunk may be evicted and is not in `kept`."""
         ...

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
     OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
@@ -39,6 +40,8 @@ from hicache.pages.table import names_of
 _REMEMBERED_CHUNKS = 1 << 16  # minimum number of chunks whose following chunk is recorded
 MISSED_TOKENS: Final = "vllm:hicache_missed_tokens"
 EVICTED_AGE: Final = "vllm:hicache_evicted_age_seconds"
+HOST_USED: Final = "vllm:hicache_host_used_bytes"
+HOST_TOTAL: Final = "vllm:hicache_host_total_bytes"
 
 
 def miss_metrics() -> dict[str, OffloadingMetricMetadata]:
@@ -50,6 +53,8 @@ def miss_metrics() -> dict[str, OffloadingMetricMetadata]:
             f"computed prompt tokens in complete chunks, by reason: {texts}", ("reason",)
         ),
         EVICTED_AGE: OffloadingHistogramMetadata(age, ("tier",), AGE_BOUNDS),
+        HOST_USED: OffloadingGaugeMetadata("bytes of the CPU tier that have chunks, of all workers together"),
+        HOST_TOTAL: OffloadingGaugeMetadata("bytes of the CPU tier for chunks, of all workers together"),
     }
 
 
@@ -90,12 +95,14 @@ class HiCacheManager(TieringOffloadingManager):
     _waiting: dict[str, ReqContext]  # requests that were not scheduled yet
     _asking: ReqContext | None  # the request that was looked up last in this step
     _missed: Counter[MissReason]  # tokens since the last `get_stats`
+    _chunk_bytes: int
+    _reported_chunks: int | None  # number of chunks in the CPU tier at the last `get_stats`
     _policy: EvictsGpuCopies
 
     @classmethod
-    def of(cls, manager: TieringOffloadingManager, chunk_tokens: Mapping[int, int]) -> HiCacheManager:
+    def of(cls, manager: TieringOffloadingManager, chunk_tokens: Mapping[int, int], chunk_bytes: int) -> HiCacheManager:
         """Change the class of `manager` to this class, and return it. `chunk_tokens`: tokens of a chunk, by group of
-        layers."""
+        layers. `chunk_bytes`: bytes of a chunk in the CPU tier, of all workers together."""
         manager.__class__ = cls
         assert isinstance(manager, cls)
         policy = manager.primary_tier._policy
@@ -106,6 +113,8 @@ class HiCacheManager(TieringOffloadingManager):
         manager._waiting = {}
         manager._asking = None
         manager._missed = Counter()
+        manager._chunk_bytes = chunk_bytes
+        manager._reported_chunks = None
         return manager
 
     def on_new_request(self, req_context: ReqContext, **others: Any) -> RequestOffloadingContext:
@@ -179,13 +188,18 @@ class HiCacheManager(TieringOffloadingManager):
         stats: OffloadingConnectorStats | None = super().get_stats()
         missed, self._missed = self._missed, Counter()
         ages_s, self._policy.evicted_ages_s = self._policy.evicted_ages_s, []
-        if not missed and not ages_s:
+        num_chunks = self._policy.num_chunks()
+        if not missed and not ages_s and num_chunks == self._reported_chunks:
             return stats
         stats = OffloadingConnectorStats() if stats is None else stats
         for reason, num_tokens in missed.items():
             stats.increase_counter(MISSED_TOKENS, num_tokens, (reason.label,))
         for age_s in ages_s:
             stats.observe_histogram(EVICTED_AGE, age_s, ("cpu",))
+        if num_chunks != self._reported_chunks:
+            self._reported_chunks = num_chunks
+            stats.set_gauge(HOST_USED, num_chunks * self._chunk_bytes)
+            stats.set_gauge(HOST_TOTAL, self._policy.cache_capacity * self._chunk_bytes)
         return stats
 
     @staticmethod

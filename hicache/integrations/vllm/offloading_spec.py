@@ -149,7 +149,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             manager = super().get_manager()
         if is_first:
             assert isinstance(manager, TieringOffloadingManager)
-            manager = HiCacheManager.of(manager, chunk_tokens(self.config))
+            manager = HiCacheManager.of(manager, chunk_tokens(self.config), self.kv_bytes_per_chunk)
             correct_scheduler()
             assert self._scheduler_mmap is not None
             self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # users 0, 1, … are the workers

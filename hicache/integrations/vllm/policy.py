@@ -211,6 +211,10 @@ class HiCachePolicy(CachePolicy):
     def mark_non_evictable(self, key: OffloadKey) -> None:
         self._set_evictable(key, False)
 
+    def num_chunks(self) -> int:
+        """See `EvictsGpuCopies`."""
+        return len(self._chunks)
+
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
         """See `EvictsGpuCopies`."""
         self._release()
@@ -442,6 +446,10 @@ class ARCPolicy(ARCCachePolicy):
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         self.copies.set_evictable(key, False)
+
+    def num_chunks(self) -> int:
+        """See `EvictsGpuCopies`."""
+        return len(self.t1) + len(self.t2)
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
         """See `EvictsGpuCopies`."""

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import ScheduleEndContext
 
 from hicache.integrations.vllm import HiCacheOffloadingSpec
-from hicache.integrations.vllm.manager import EVICTED_AGE, MISSED_TOKENS, miss_metrics
+from hicache.integrations.vllm.manager import EVICTED_AGE, HOST_TOTAL, HOST_USED, MISSED_TOKENS, miss_metrics
 from hicache.pages.misses import USABLE, MissReason, MissReasons, count
 from hicache.pages.table import names_of
 from vllm_offload_case import Cache, engines_on
@@ -31,6 +31,7 @@ from vllm_prompts_case import (
     Server,
     prompt_of,
 )
+from vllm_scheduler_case import CHUNK_BYTES
 from vllm_tier_case import key, place
 
 
@@ -40,7 +41,7 @@ class Recorder:
     def __init__(self, server: Server) -> None:
         self.manager = server.engine.connector.manager
         self._server, self._get_stats = server, self.manager.get_stats
-        self.missed, self.ages_s = Counter[str](), list[float]()
+        self.missed, self.ages_s, self.gauges = Counter[str](), list[float](), dict[str, float]()
         self.manager.get_stats = self._take
 
     def ask(self, prompt: list[int], **given: Any) -> dict[str, int]:
@@ -55,6 +56,7 @@ class Recorder:
         values = {} if stats is None else stats.data["data"]
         self.missed.update({reason: tokens for (reason,), tokens in values.get(MISSED_TOKENS, {}).items()})
         self.ages_s += values.get(EVICTED_AGE, {}).get(("cpu",), [])
+        self.gauges |= {name: values[name][()] for name in (HOST_USED, HOST_TOTAL) if name in values}
         return stats
 
 
@@ -62,7 +64,7 @@ class Recorder:
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> None:
     """A prompt is new, is hit on the GPU, gets a new end, and is then evicted by other prompts. Each case counts with
-    its own reason. The age of each evicted chunk is observed."""
+    its own reason. The age of each evicted chunk is observed. The CPU tier is full then."""
     server = servers(connector)
     recorder, prompt = Recorder(server), prompt_of(1)
     assert recorder.ask(prompt) == {"never_stored": COMPLETE}
@@ -74,7 +76,8 @@ def test_new_and_evicted_tokens_are_told_apart(servers: Any, connector: str) -> 
     assert num_evicted - GPU_BLOCKS <= len(recorder.ages_s) <= num_evicted
     assert min(recorder.ages_s) >= 0
     assert recorder.ask(longer) == {"evicted": COMPLETE + 2 * BLOCK_TOKENS}
-    assert {*miss_metrics()} == {MISSED_TOKENS, EVICTED_AGE}
+    assert {*miss_metrics()} == {MISSED_TOKENS, EVICTED_AGE, HOST_USED, HOST_TOTAL}
+    assert recorder.gauges == {HOST_USED: NUM_CHUNKS * CHUNK_BYTES, HOST_TOTAL: NUM_CHUNKS * CHUNK_BYTES}
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -168,4 +171,4 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     for text in expressions:
         for name in re.findall(r"vllm:hicache_\w+", text):
             [grouped] = re.findall(r"by \(([^)]*)\)", text)
-            assert {*grouped.split(", ")} <= {*labels[name], "le"}
+            assert {*grouped.split(", ")} <= {*labels[name], "le", "instance"}
