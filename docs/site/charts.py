@@ -272,7 +272,9 @@ def makespan_chart(reports: Sequence[Report]) -> str:
     note = f"median and range of {most} runs; bars without a range: one run"
     parts.append(_text(_MARGIN, y + 46, note, 13, colour="dim"))
     parts.append(_text(_MARGIN, y + 63, "each size: its own session and state of the code", 13, colour="dim"))
-    return _svg(y + 79, title, parts)
+    if without is not None:
+        parts.append(_text(_MARGIN, y + 80, "dotted line: no CPU tier", 13, colour="dim"))
+    return _svg(y + 79 + 17 * (without is not None), title, parts)
 
 
 def demo_output() -> list[str]:
