@@ -89,8 +89,8 @@ def _grouped(cell: str) -> str:
 
 
 _AGENTS = (
-    "40 sessions of agents, 320 turns, 16 clients, vLLM 0.32 with `HiCacheConnector` of 64 GiB and no disk, one H200, "
-    "its full GPU cache, {runs} of each"
+    "40 sessions of agents, 320 turns, 16 clients, vLLM 0.32 with `HiCacheConnector` of 64 GiB, packed, no disk, one "
+    "H200, its full GPU cache, {runs} of each"
 )
 _ON_DISK = "12 sessions of agents, 16 clients, vLLM 0.32 with `HiCacheConnector` of 16 GiB and a disk, one H200"
 _PACKED = "packed pages of 64 tokens, host to device, one"
