@@ -18,7 +18,7 @@ from hicache.bench.servers.sglang import Server
 async def answers(server: Server, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
     found = [await server.answer("", prompt, 8) for prompt in prompts for _ in range(2)]
     await server.settle()
-    return [(cached, answer) for _, _, cached, answer in found]
+    return [(cached, answer) for _, cached, answer in found]
 
 
 def main() -> None:
