@@ -3,6 +3,7 @@ cache."""
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import re
@@ -95,6 +96,17 @@ def test_the_check_without_a_server_is_one_line(
     assert end.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(message.format(port=port))
+
+
+def test_two_servers_refuse_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server on the port would answer in place of the new one, with its own cached tokens."""
+    with socket.socket() as other, contextlib.suppress(OSError):  # another program may use the port already
+        other.bind(("127.0.0.1", 8101))
+        other.listen()
+        script = EXAMPLES / "vllm/two_servers.py"
+        monkeypatch.setattr(sys, "argv", [str(script), "a model"])
+        with pytest.raises(SystemExit, match=r"port 810[01] is in use"):
+            runpy.run_path(str(script), run_name="__main__")
 
 
 def test_requests_in_a_queue_are_prefetched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket as socketlib
 import subprocess
 import sys
 import tempfile
@@ -75,6 +76,10 @@ def cached_tokens(server: subprocess.Popen[bytes], port: int) -> tuple[int, int]
 
 
 def main(model: str, *more: str) -> None:
+    for port in PORTS:
+        with socketlib.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                sys.exit(f"port {port} is in use")  # its server would answer in place of the new one
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         socket, pages = f"{folder}/pages.sock", Path(folder, "pages")
         store = running.enter_context(
