@@ -122,13 +122,14 @@ def test_a_prompt_longer_than_the_cpu_tier_waits_for_a_bounded_number_of_reads(t
 @pytest.mark.parametrize("policy", OURS)
 def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy: str) -> None:
     """Twelve requests wait together, and the CPU tier has capacity for up to two more prompts. Each request hits all
-    its chunks of the disk, in the order of arrival. Each chunk is read once, and waiting requests take no rows."""
+    its chunks of the disk. Loads are chosen in the order of arrival, each chunk is read once, and waiting requests take
+    no rows."""
     lengths = [6, 3, 4] * 4
     prompts = [[key(1000 * (n + 1) + i) for i in range(length)] for n, length in enumerate(lengths)]
     with only_on_disk(tmp_path, policy, [chunk for chunks in prompts for chunk in chunks]) as server:
         with contextlib.ExitStack() as opened:
             waiting = [(opened.enter_context(server.request()), chunks) for chunks in prompts]
-            served: list[ReqContext] = []
+            requests, chosen = [request for request, _ in waiting], list[ReqContext]()
             # A request whose look-up is answered earlier gets its rows earlier. So all answers are there before the
             # first request asks.
             with answered(server, [chunk for chunks in prompts for chunk in chunks]):
@@ -139,16 +140,18 @@ def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy:
                 """Look up the chunks of all waiting requests; the GPU runs the first request that has all its
                 chunks."""
                 answers = [(request, server.ask(chunks, request)) for request, chunks in waiting]
+                candidates = [(request, server.tiers[0].gate.candidate(request.req_id)) for request, _ in waiting]
+                chosen.extend(one for one, of in candidates if of is not None and of.loads and one not in chosen)
                 ready = [(request, found) for request, found in answers if found is not None]
                 assert all(all(found) for _, found in ready)
                 if ready:
-                    served.append(ready[0][0])
                     waiting[:] = [each for each in waiting if each[0] is not ready[0][0]]
                 server.step(*[request.req_id for request, _ in ready[:1]])
                 return not waiting
 
             eventually(step)
-            assert [reads_of(request) for request in served] == [[1] * length for length in lengths]
+            assert chosen == requests
+            assert [reads_of(request) for request in requests] == [[1] * length for length in lengths]
         server.store(FRESH)
 
 
