@@ -595,13 +595,10 @@ class CacheEngine:
     def _check_after_error(self, verb: str, error: BaseException) -> None:
         """Check all invariants after a call of `verb` ended in an unexpected error, such as KeyboardInterrupt. If an
         invariant is violated, refuse all calls except `release`, `cancel` and `close`."""
-        before, self._is_broken = (
-            (self._is_broken, self._not_running_reason),
-            True,
-        )  # in case the check is interrupted too
-        self._not_running_reason = (
-            self._not_running_reason or f"{error!r} left {verb}() half done; close the engine and build another"
-        )
+        before = self._is_broken, self._not_running_reason
+        self._is_broken = True  # in case the check is interrupted too
+        reason = f"{error!r} left {verb}() half done; close the engine and build another"
+        self._not_running_reason = self._not_running_reason or reason
         try:
             of_host = [component.pages.table for component in self._context.components if component.has_host]
             for table in {self._context.tree.table, *of_host}:
